@@ -1,0 +1,260 @@
+"""A tier is data: which model, which layers are predicted, how they route, what the adapters look like.
+
+The YAML files in `configs/tier/` are the tiers that come with the project; an exported artifact carries its own tier in its
+metadata, and that one is served. Everything derived (shapes, payload bytes, LoRA targets) is computed here, so that
+training, export, loading and `edge0_runtime tiers` cannot disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import Family, family
+from edge0_runtime.contract.timeline import FEATURE_TOPK_KINDS, FIRST_TOKEN_RULES, FeatureTopk, FirstToken
+
+ROUTER_KINDS = ("softmax_topk", "sigmoid_group")
+
+
+@dataclass(frozen=True)
+class Router:
+    """How logits become experts and weights (method.md 1.2).
+
+    Attributes:
+        kind: softmax_topk (softmax, top-k, renormalise) or sigmoid_group (sigmoid, best groups, top-k, renormalise, scale).
+        n_group, topk_group: sigmoid_group only: number of expert groups, and how many of them are kept.
+        scaling: factor on the renormalised weights (8b: 2.5).
+    """
+
+    kind: str
+    n_group: int = 1
+    topk_group: int = 1
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The recovery LoRA (method.md 1.6): rank, alpha, and the module paths below a layer that it sits on."""
+
+    r: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One deployable model: base architecture, served K, prerouter layout, LoRA layout.
+
+    Attributes:
+        name: the tier's name; part of the adapters' file names.
+        model: the base model's public name.
+        family: a name of `families.py`.
+        architecture: the numbers of the base's (text) config.json that shapes follow from.
+        k: served number of experts per token; the base's own is `architecture["num_experts_per_tok"]`.
+        router: the routing rule.
+        feature_topk: one-hots of a head's input: "executed" (what layer N really routed to) or "teacher" (its own gate).
+        first_token: rule of the first decode step (timeline.py).
+        owners: layers that own a head. consumers: layers routed by prediction; each consumer's owner is the layer before.
+        head_width: width of a head's hidden layer.
+        lora: the recovery LoRA.
+    """
+
+    name: str
+    model: str
+    family: str
+    architecture: Mapping[str, Any]
+    k: int
+    router: Router
+    feature_topk: FeatureTopk
+    first_token: FirstToken
+    owners: tuple[int, ...]
+    consumers: tuple[int, ...]
+    head_width: int
+    lora: Lora
+
+    # -- derived ---------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Family:
+        """Names and shapes of the base's family."""
+        return family(self.family)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.architecture["hidden_size"]
+
+    @property
+    def num_layers(self) -> int:
+        return self.architecture["num_hidden_layers"]
+
+    @property
+    def num_experts(self) -> int:
+        return self.architecture["num_experts"]
+
+    @property
+    def base_k(self) -> int:
+        """The K that the base and the teacher were trained with."""
+        return self.architecture["num_experts_per_tok"]
+
+    @property
+    def start_layer(self) -> int:
+        """First layer routed by prediction."""
+        return self.consumers[0]
+
+    @property
+    def head_input(self) -> int:
+        """Width of a head's input: hidden state and two multi-hot routings (method.md 1.3)."""
+        return self.hidden_size + 2 * self.num_experts
+
+    def head_tensors(self) -> dict[str, tuple[int, int]]:
+        """{key: [out, in]} of all tensors of the prerouter file."""
+        shapes = {
+            "fc1": (self.head_width, self.head_input),
+            "fc2": (self.num_experts, self.head_width),
+            "linear_init": (self.num_experts, self.head_input),
+        }
+        return {f"layers.{n}.{part}.weight": shape for n in self.owners for part, shape in shapes.items()}
+
+    def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """{module path in the MLX checkpoint: (in_features, out_features)} of the LoRA's targets."""
+        modules = self.layout.linear_modules(self.architecture)
+        prefixes = [self.layout.layer_path(n) + "." for n in range(self.num_layers)]
+        wanted = {prefix + target for prefix in prefixes for target in self.lora.targets}
+        return {path: shape for path, shape in modules.items() if path in wanted}
+
+    def lora_tensors(self) -> dict[str, tuple[int, int]]:
+        """{key: shape} of all tensors of the LoRA file: A is [r, in], B is [out, r]."""
+        tensors: dict[str, tuple[int, int]] = {}
+        for path, (in_features, out_features) in self.lora_modules().items():
+            tensors[f"{path}.lora_A"] = (self.lora.r, in_features)
+            tensors[f"{path}.lora_B"] = (out_features, self.lora.r)
+        return tensors
+
+    def file_name(self, kind: str) -> str:
+        """Name of an adapter file in the model directory; `kind` is prerouter or lora."""
+        return f"{kind}_edge0_{self.name}.safetensors"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON/YAML data; `Tier.from_dict` reads it back."""
+        return dataclasses.asdict(self) | {
+            "architecture": dict(self.architecture),
+            "owners": list(self.owners),
+            "consumers": list(self.consumers),
+            "lora": dataclasses.asdict(self.lora) | {"targets": list(self.lora.targets)},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Tier:
+        """Read and validate a tier. Raises Edge0Error that names the field, the value and the fix."""
+        _same_fields("tier", cls, data)
+        router, lora = data["router"], data["lora"]
+        _same_fields("tier.router", Router, router)
+        _same_fields("tier.lora", Lora, lora)
+        tier = cls(
+            **{
+                **data,
+                "architecture": dict(data["architecture"]),
+                "router": Router(**router),
+                "owners": _layers("owners", data["owners"]),
+                "consumers": _layers("consumers", data["consumers"]),
+                "lora": Lora(**{**lora, "targets": tuple(lora["targets"])}),
+            }
+        )
+        _validate(tier)
+        return tier
+
+
+def _same_fields(where: str, cls: type, data: Mapping[str, Any]) -> None:
+    if not isinstance(data, Mapping):
+        raise Edge0Error(f"{where}: {data!r} is not a mapping of fields to values")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    missing = sorted(n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in data)
+    if unknown or missing:
+        parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+        raise Edge0Error(f"{where}: fields {'; '.join(parts)}; the fields are {', '.join(fields)}")
+
+
+def _layers(field: str, value: Any) -> tuple[int, ...]:
+    """A list of layer indices, or {first, last} for a run of them."""
+    if isinstance(value, Mapping) and set(value) == {"first", "last"}:
+        return tuple(range(value["first"], value["last"] + 1))
+    if isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
+        return tuple(value)
+    raise Edge0Error(f"tier.{field}: {value!r} is neither a list of layer indices nor {{first: N, last: M}}")
+
+
+def _validate(tier: Tier) -> None:
+    layout = tier.layout
+    missing = [name for name in layout.required if name not in tier.architecture]
+    if missing:
+        raise Edge0Error(
+            f"tier.architecture: {', '.join(missing)} missing for family {tier.family}; copy from the base's config.json"
+        )
+    router = tier.router
+    for name, value, allowed in (
+        ("router.kind", router.kind, ROUTER_KINDS),
+        ("feature_topk", tier.feature_topk, FEATURE_TOPK_KINDS),
+        ("first_token", tier.first_token, FIRST_TOKEN_RULES),
+    ):
+        if value not in allowed:
+            raise Edge0Error(f"tier.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+    for name, number in (("k", tier.k), ("head_width", tier.head_width), ("lora.r", tier.lora.r)):
+        if type(number) is not int or number < 1:
+            raise Edge0Error(f"tier.{name}: {number!r} is not a whole number of at least 1")
+    if tier.k > tier.num_experts:
+        raise Edge0Error(f"tier.k: {tier.k} is larger than the {tier.num_experts} experts of {tier.model}; lower tier.k")
+    if not tier.lora.alpha > 0:
+        raise Edge0Error(f"tier.lora.alpha: {tier.lora.alpha!r} must be larger than 0 (the paper uses 2 r)")
+    if router.kind == "sigmoid_group" and tier.num_experts % router.n_group:
+        raise Edge0Error(f"tier.router.n_group: {router.n_group} does not divide {tier.num_experts} experts")
+    if not 1 <= router.topk_group <= router.n_group:
+        raise Edge0Error(f"tier.router.topk_group: {router.topk_group} must lie in 1..n_group = {router.n_group}")
+    group_room = router.topk_group * (tier.num_experts // router.n_group)
+    if tier.k > group_room:
+        raise Edge0Error(f"tier.k: {tier.k} does not fit the {group_room} experts of topk_group = {router.topk_group} groups")
+
+    moe = set(layout.moe_layers(tier.architecture))
+    if not tier.owners or list(tier.owners) != sorted(set(tier.owners)):
+        raise Edge0Error(f"tier.owners: {list(tier.owners)} must be layer indices, rising and each once")
+    outside = [n for n in tier.owners if n not in moe or n + 1 not in moe]
+    if outside:
+        raise Edge0Error(
+            f"tier.owners: {outside} of a model with {tier.num_layers} layers; an owner and the layer after it must both"
+            f" have routed experts: choose owners from {min(moe)}..{max(moe) - 1}"
+        )
+    if not tier.consumers or list(tier.consumers) != sorted(set(tier.consumers)):
+        raise Edge0Error(f"tier.consumers: {list(tier.consumers)} must be layer indices, rising and each once")
+    orphans = [n for n in tier.consumers if n - 1 not in tier.owners]
+    if orphans:
+        raise Edge0Error(f"tier.consumers: {orphans} have no head; the layer before a consumer must be in tier.owners")
+
+    known = {path.split(".layers.", 1)[1].split(".", 1)[1] for path in layout.linear_modules(tier.architecture)}
+    strangers = [target for target in tier.lora.targets if target not in known]
+    if strangers or not tier.lora.targets:
+        raise Edge0Error(
+            f"tier.lora.targets: {strangers} match no module of {tier.family}; choose from {', '.join(sorted(known))}"
+        )
+
+
+def tier_directory() -> Path:
+    """Where the tiers that come with the project lie: beside this file in a wheel, `configs/tier` in a checkout."""
+    packaged = Path(__file__).parent / "tiers"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "configs" / "tier"
+
+
+def builtin_tier_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in tier_directory().glob("*.yaml")))
+
+
+def builtin_tier(name: str) -> Tier:
+    """The tier `name` that comes with the project. Raises Edge0Error naming the known ones."""
+    if name not in builtin_tier_names():
+        raise Edge0Error(f"tier: {name!r} is unknown; choose one of {', '.join(builtin_tier_names())}")
+    return Tier.from_dict(yaml.safe_load((tier_directory() / f"{name}.yaml").read_text(encoding="utf-8")))
