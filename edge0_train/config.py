@@ -1,0 +1,238 @@
+"""Configuration: Hydra composes it, this module turns it into frozen dataclasses once; below the entry nothing is a DictConfig.
+
+`configs/train.yaml` is the map of all fields. A field that is missing, unknown or of the wrong type is one sentence that
+names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Tier
+
+CHAIN = ("quantize", "teacher_text", "head_distill", "student_sft", "on_policy", "evaluate", "export")
+"""The phases of `phase=all`, in order."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The int4 checkpoint in MLX's layout, and how its dequantisation is held (f32 arithmetic, rounded once to dtype)."""
+
+    directory: str
+    source: str
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher: a transformers directory; it routes by its own gates at its published K."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text rows: where prompts come from, and where teacher text lies (a `teacher_text` run directory).
+
+    prompts: `tasks` (the generated nano tasks), or a JSONL/Parquet file, or a datasets name, with a `messages` column.
+    """
+
+    prompts: str
+    rows: str
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How many completions to generate, and how."""
+
+    prompts: int
+    eval_prompts: int
+    batch: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW; `rows` per optimizer step, in micro-batches of `micro_rows`; warm-up then the schedule."""
+
+    steps: int
+    rows: int
+    micro_rows: int
+    lr: float
+    weight_decay: float
+    warmup: int
+    schedule: str
+    clip: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Phase 1's loss: kl or bce."""
+
+    loss: str
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """Phase 3: rounds of rollout -> score -> train, and the teacher's top-k of the reverse KL."""
+
+    rounds: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """The model directory, and the reference traces that go with it."""
+
+    directory: str
+    trace_prompts: int
+    trace_tokens: int
+    trace_top: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Adapters that a phase starts from; an empty string means none."""
+
+    prerouter: str
+    lora: str
+
+
+@dataclass(frozen=True)
+class Logger:
+    """metrics.jsonl is always written; wandb is offline, online or disabled."""
+
+    wandb: str
+    project: str
+    every: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run of one phase."""
+
+    phase: str
+    seed: int
+    threads: int
+    root: str
+    run_dir: str
+    resume: bool
+    dry_run: bool
+    tier: Tier
+    base: Base
+    teacher: Teacher
+    text: Text
+    sample: Sample
+    optim: Optim
+    heads: Heads
+    on_policy: OnPolicy
+    export: Export
+    inputs: Inputs
+    logger: Logger
+
+
+def config_directory() -> Path:
+    """Where the YAML files lie: inside the package in a wheel, at the top of a checkout."""
+    packaged = Path(__file__).parent / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parents[1] / "configs"
+
+
+def asset(name: str) -> str:
+    """Path of a file or directory that comes with the package (`${asset:nano-teacher}` in the YAML)."""
+    return str(Path(__file__).parent / "assets" / name)
+
+
+OmegaConf.register_new_resolver("asset", asset, replace=True)
+
+
+def read_config(composed: Any) -> Config:
+    """Resolve and validate a composed configuration. Raises Edge0Error naming field, value and fix."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise Edge0Error(f"{', '.join(missing)}: not set; give a value on the command line, e.g. {missing[0]}=...")
+    data = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(data, dict)
+    config = _build(Config, {key: value for key, value in data.items() if key != "hydra"}, "")
+    _validate(config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data, for the run directory's resolved config."""
+    return dataclasses.asdict(dataclasses.replace(config, tier=None)) | {"tier": config.tier.to_dict()}  # type: ignore[arg-type]
+
+
+def _build(cls: Any, data: Any, where: str) -> Any:
+    if cls is Tier:
+        return Tier.from_dict(data)
+    if not isinstance(data, Mapping):
+        raise Edge0Error(f"{where}: {data!r} is not a group of fields")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    unknown, missing = sorted(set(data) - set(names)), sorted(set(names) - set(data))
+    if unknown or missing:
+        parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+        raise Edge0Error(f"{where or 'config'}: fields {'; '.join(parts)}; the fields are {', '.join(names)}")
+    return cls(**{name: _value(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    expected = hint if isinstance(hint, (type, types.UnionType)) else object
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise Edge0Error(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")
+    return value
+
+
+def _validate(config: Config) -> None:
+    def one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            raise Edge0Error(f"{field}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+
+    def at_least(field: str, value: float, least: float) -> None:
+        if not value >= least:
+            raise Edge0Error(f"{field}: {value} is below {least}; raise it")
+
+    one_of("phase", config.phase, CHAIN)
+    one_of("base.dtype", config.base.dtype, ("float32", "bfloat16"))
+    one_of("optim.schedule", config.optim.schedule, ("constant", "cosine"))
+    one_of("heads.loss", config.heads.loss, ("kl", "bce"))
+    one_of("logger.wandb", config.logger.wandb, ("offline", "online", "disabled"))
+    for field, value, least in (
+        ("optim.steps", config.optim.steps, 1),
+        ("optim.rows", config.optim.rows, 1),
+        ("optim.micro_rows", config.optim.micro_rows, 1),
+        ("optim.warmup", config.optim.warmup, 0),
+        ("sample.prompts", config.sample.prompts, 1),
+        ("sample.eval_prompts", config.sample.eval_prompts, 1),
+        ("sample.batch", config.sample.batch, 1),
+        ("sample.max_new_tokens", config.sample.max_new_tokens, 1),
+        ("sample.temperature", config.sample.temperature, 0),
+        ("on_policy.rounds", config.on_policy.rounds, 1),
+        ("on_policy.top_k", config.on_policy.top_k, 1),
+        ("logger.every", config.logger.every, 1),
+        ("logger.checkpoint_every", config.logger.checkpoint_every, 1),
+        ("threads", config.threads, 1),
+    ):
+        at_least(field, value, least)
+    if not 0 < config.sample.top_p <= 1:
+        raise Edge0Error(f"sample.top_p: {config.sample.top_p} must lie in (0, 1]")
+    if not config.optim.lr > 0:
+        raise Edge0Error(f"optim.lr: {config.optim.lr} must be larger than 0")

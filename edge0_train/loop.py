@@ -1,0 +1,178 @@
+"""The one optimizer loop of all phases.
+
+A step is a window of micro-batches. Its loss is the sum over all valid tokens divided by the window's GLOBAL count of valid
+tokens, over micro-batches and ranks, so that 1x8 = 2x4 = 8x1 rows and one rank = two ranks. Every rank sees the whole window
+and takes its share of the micro-batches; gradients are summed over ranks once a step.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate import PartialState
+from torch import nn
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from edge0_train.config import Optim
+from edge0_train.report import progress
+from edge0_train.run import Run
+
+
+class MicroBatch(Protocol):
+    """What the loop knows of a micro-batch: how many tokens its loss is summed over, and how many it processes."""
+
+    @property
+    def valid(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a phase gives to the loop.
+
+    Attributes:
+        trainable: {name: parameter}; only these get optimizer state.
+        window: step -> the micro-batches of that step, the same on every rank and in every call.
+        loss: micro-batch -> (summed loss, further sums to log; each is divided by the valid count as well).
+        evaluate: step -> metrics to log every `logger.every` steps; None: nothing.
+    """
+
+    trainable: Mapping[str, nn.Parameter]
+    window: Callable[[int], Sequence[Any]]
+    loss: Callable[[Any], tuple[torch.Tensor, dict[str, float]]]
+    evaluate: Callable[[int], dict[str, float]] | None = None
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived; the checkpoint of the last step is on disk."""
+
+
+def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
+    """Run steps up to `optim.steps`, from the newest checkpoint if there is one; returns the summary.
+
+    Raises Edge0Error at the first sign that training would be meaningless (non-finite loss, no valid token, a trainable
+    tensor without gradient), Interrupted after a signal.
+    """
+    state = PartialState()
+    parameters = list(problem.trainable.values())
+    optimizer = torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=optim.weight_decay)
+    start = _resume(run, problem, optimizer)
+    tokens_done, began, last = 0, time.perf_counter(), {}
+    bar = progress(range(start, optim.steps), run.config.phase, initial=start, total=optim.steps)
+    with _stop_signals() as stopped:
+        for step in bar:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(optim, step)
+            metrics = _step(problem, optim, optimizer, step, state)
+            tokens_done += metrics.pop("tokens")
+            done = step + 1
+            rate = tokens_done / (time.perf_counter() - began)
+            bar.set_postfix(loss=f"{metrics['loss']:.4f}", tokens_s=f"{rate:.0f}", refresh=False)
+            if done % run.config.logger.every == 0 or done == optim.steps:
+                if problem.evaluate:
+                    metrics |= problem.evaluate(done)
+                last = {**metrics, "lr": learning_rate(optim, step), "tokens_per_second": round(rate, 1)}
+                if state.is_main_process:
+                    run.log(done, last)
+            if done % run.config.logger.checkpoint_every == 0 or done == optim.steps or stopped():
+                if state.is_main_process:
+                    save_checkpoint(run.checkpoints, done, problem.trainable, optimizer)
+                state.wait_for_everyone()
+            if stopped() and done < optim.steps:
+                raise Interrupted(f"stopped by a signal after step {done}; continue with resume=true")
+    return {"steps": optim.steps, "tokens": tokens_done, **last}
+
+
+def learning_rate(optim: Optim, step: int) -> float:
+    """Linear warm-up over `warmup` steps, then constant, or a cosine down to a tenth."""
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    if optim.schedule == "constant":
+        return optim.lr
+    progress = (step - optim.warmup) / max(1, optim.steps - optim.warmup)
+    return optim.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def _step(
+    problem: Problem, optim: Optim, optimizer: torch.optim.Optimizer, step: int, state: PartialState
+) -> dict[str, Any]:
+    window = problem.window(step)
+    valid = sum(micro.valid for micro in window)
+    if valid == 0:
+        raise Edge0Error(f"step {step}: no token of the window takes part in the loss; check the rows' completions")
+    sums: dict[str, float] = {"loss": 0.0}
+    for micro in window[state.process_index :: state.num_processes]:
+        loss, extra = problem.loss(micro)
+        (loss / valid).backward()
+        for name, value in {"loss": float(loss.detach()), **extra}.items():
+            sums[name] = sums.get(name, 0.0) + value / valid
+    if step == 0:
+        _check_gradients(problem, state)
+    parameters = list(problem.trainable.values())
+    if state.num_processes > 1:
+        sums = _sum_over_ranks(parameters, sums)
+    norm = float(nn.utils.clip_grad_norm_(parameters, optim.clip if optim.clip > 0 else math.inf))
+    if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
+        raise Edge0Error(
+            f"step {step}: loss {sums['loss']}, gradient norm {norm}; lower optim.lr ({optim.lr}) or look for NaN in the base"
+        )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {**sums, "gradient_norm": norm, "valid_tokens": valid, "tokens": sum(micro.tokens for micro in window)}
+
+
+def _check_gradients(problem: Problem, state: PartialState) -> None:
+    """A trainable tensor that the loss does not reach is a silent no-op: name it after the first backward."""
+    silent = [name for name, parameter in problem.trainable.items() if parameter.grad is None]
+    if silent and state.num_processes == 1:
+        raise Edge0Error(f"trainable: {len(silent)} tensors have no gradient after step 1: {', '.join(silent[:5])}")
+
+
+def _sum_over_ranks(parameters: list[nn.Parameter], sums: dict[str, float]) -> dict[str, float]:
+    """One all-reduce for all gradients and metrics; a rank without a micro-batch adds zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    names = sorted(sums)
+    flat = torch.cat([p.grad.flatten() for p in parameters] + [torch.tensor([sums[n] for n in names])])  # type: ignore[union-attr]
+    torch.distributed.all_reduce(flat)
+    offset = 0
+    for parameter in parameters:
+        parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))  # type: ignore[union-attr]
+        offset += parameter.numel()
+    return dict(zip(names, flat[offset:].tolist(), strict=True))
+
+
+def _resume(run: Run, problem: Problem, optimizer: torch.optim.Optimizer) -> int:
+    if not run.config.resume:
+        return 0
+    saved = checkpoints(run.checkpoints)
+    if not saved:
+        return 0
+    step = load_checkpoint(saved[-1], problem.trainable, optimizer)
+    run.forget_after(step)
+    print(f"resumed from {saved[-1].name}", file=sys.stderr)
+    return step
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Inside the block SIGINT and SIGTERM only raise a flag, read between steps."""
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

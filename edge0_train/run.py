@@ -1,0 +1,189 @@
+"""The run directory: everything needed to know and to repeat what a run did, and the place where it continues.
+
+    config.yaml        resolved configuration
+    environment.json   command line, package versions, git commit and diff, machine
+    metrics.jsonl      one JSON object a row; `step` is the optimizer step
+    checkpoints/       trainables and optimizer state (safetensors, no pickle)
+    done.json          written last: the phase's summary; a run with it is finished
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import atomic_replace
+from edge0_train.config import Config, to_dict
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
+VOLATILE = ("resume", "dry_run", "logger", "threads")
+"""Settings that may differ between a run and its continuation."""
+
+
+@dataclass
+class Run:
+    """An open run directory."""
+
+    directory: Path
+    config: Config
+    started: float = field(default_factory=time.time)
+    wandb: Any = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def is_done(self) -> bool:
+        return (self.directory / "done.json").exists()
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append one row to metrics.jsonl (and W&B, whose step is our own metric so that a resume may go back)."""
+        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self.wandb:
+            self.wandb.log({"step": step, **metrics})
+
+    def forget_after(self, step: int) -> None:
+        """Drop metric rows of steps that a resumed run will do again."""
+        path = self.directory / "metrics.jsonl"
+        if path.exists():
+            rows = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
+            write_text(path, "".join(row + "\n" for row in rows))
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Mark the run as finished; returns the summary with this session's wall time and peak memory added."""
+        summary = {
+            "phase": self.config.phase,
+            "seconds": round(time.time() - self.started, 1),
+            "peak_rss_mib": peak_rss_mib(),
+            **summary,
+        }
+        write_json(self.directory / "done.json", summary)
+        if self.wandb:
+            self.wandb.finish()
+        return summary
+
+
+def open_run(config: Config) -> Run:
+    """Create the run directory, or take up an existing one when `resume=true`.
+
+    Raises Edge0Error when the directory exists without resume, or belongs to another configuration.
+    """
+    directory = Path(config.run_dir)
+    saved = directory / "config.yaml"
+    if saved.exists():
+        if not config.resume:
+            raise Edge0Error(f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true")
+        _same_config(yaml.safe_load(saved.read_text(encoding="utf-8")), to_dict(config), directory)
+    elif directory.exists() and any(directory.iterdir()):
+        raise Edge0Error(f"run_dir: {directory} is not empty and is no run directory; choose another run_dir")
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / "environment.json", environment())
+        write_text(saved, yaml.safe_dump(to_dict(config), sort_keys=False))
+    return Run(directory, config)
+
+
+def start_wandb(run: Run) -> None:
+    """Open the W&B run, unless logger.wandb=disabled or the package is absent (metrics.jsonl has everything)."""
+    logger = run.config.logger
+    if logger.wandb == "disabled":
+        return
+    try:
+        import wandb
+    except ImportError:
+        print("wandb is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
+        return
+    run.wandb = wandb.init(
+        project=logger.project,
+        name=f"{run.config.tier.name}-{run.config.phase}-{run.config.seed}",
+        dir=str(run.directory),
+        mode=logger.wandb,  # type: ignore[arg-type]
+        config=to_dict(run.config),
+        settings=wandb.Settings(silent=True, console="off", disable_git=True),
+    )
+    run.wandb.define_metric("*", step_metric="step")
+
+
+def peak_rss_mib() -> int:
+    """Largest resident set of this process so far, in MiB (Linux counts KiB, macOS bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / 2**20) if sys.platform == "darwin" else round(peak / 2**10)
+
+
+def environment() -> dict[str, Any]:
+    """Command line, versions, code state and machine."""
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "commit": code_commit(),
+        "diff": _git("diff", "HEAD"),
+    }
+
+
+def code_commit() -> str:
+    """Commit of the checkout that this code runs from, `-dirty` when it has changes; `unknown` outside a checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_replace(path) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")
+
+
+def _same_config(saved: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+    before, after = _flat(saved), _flat(now)
+    differing = [
+        f"{key}: saved {before.get(key)!r}, now {after.get(key)!r}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and key.split(".")[0] not in VOLATILE
+    ]
+    if differing:
+        raise Edge0Error(
+            f"resume: {directory} was started with another configuration ({'; '.join(differing[:5])});"
+            " use the same settings or another run_dir"
+        )
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict):
+        return {prefix: list(data) if isinstance(data, tuple) else data}
+    return {k: v for key, value in data.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,170 @@
+"""The student path: prediction IS routing, in parallel over a sequence and token by token with a cache.
+
+The path touches the base at one point only: a forward hook on every layer's router (`mlp.gate` in all of transformers'
+MoE families). The hook sees the layer's MoE input h(N, t) and its own router logits, and its return value is the routing
+that the block executes. Layer N+1's routing at input t needs layer N's features at input t-1 alone (method.md 1.5), so
+one pass over a whole sequence evaluates each head at all positions and shifts by one; a decode step is the same code with
+the last position's logits carried over in a `PrerouterState`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
+from edge0_train.student.heads import PrerouterHeads
+from edge0_train.student.routing import multi_hot, select, weigh
+
+
+@dataclass
+class PrerouterState:
+    """What decoding carries from one input to the next: every owner's logits [B, E] and routing as a multi-hot [B, E]."""
+
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    routing: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RoutingPass:
+    """How one forward pass routes, and what it leaves behind.
+
+    Attributes:
+        k: experts per token.
+        predicted_BT: bool; inputs routed by prediction. None: every layer keeps its own gate.
+        previous_valid_BT: bool; inputs whose previous one-hot is input t-1's routing rather than zeros.
+        capture: keep the owners' features and all routers' logits (head training, recall).
+        state: carried over from the pass before, and to the next one, when decoding with a cache.
+        features: {owner: [B, T, F]}; router_logits: {layer: [B, T, E]}; filled when `capture`.
+        executed: {layer: int64 [B, T, K]}; the experts that ran.
+    """
+
+    k: int
+    predicted_BT: torch.Tensor | None = None
+    previous_valid_BT: torch.Tensor | None = None
+    capture: bool = False
+    state: PrerouterState | None = None
+    features: dict[int, torch.Tensor] = field(default_factory=dict)
+    router_logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    executed: dict[int, torch.Tensor] = field(default_factory=dict)
+    predictions: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class StudentPath:
+    """A base model whose routers obey a `RoutingPass`.
+
+    Args:
+        model: transformers causal LM of the tier's family, LoRA already injected if there is one.
+        tier: routing rules, owners, consumers.
+        heads: the prerouter heads; None allows native passes only.
+    """
+
+    def __init__(self, model: nn.Module, tier: Tier, heads: PrerouterHeads | None = None):
+        self.model, self.tier, self.heads = model, tier, heads
+        self._pass: RoutingPass | None = None
+        self._batch_shape = (0, 0)
+        for layer in tier.layout.moe_layers(tier.architecture):
+            gate = self.router(layer)
+            gate.register_forward_hook(self._hook(layer))
+
+    def router(self, layer: int) -> Any:
+        """Layer's router module: has `.weight` [E, H] and, for the sigmoid kind, `.e_score_correction_bias` [E]."""
+        return self.model.model.layers[layer].mlp.gate
+
+    def timeline(self, decoded_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(predicted, previous one-hot valid), bool [B, T] each, from the inputs that serving processes in decode steps."""
+        rule, rows = self.tier.first_token, decoded_BT.cpu().numpy()
+        predicted = np.stack([predicted_mask(rule, row) for row in rows])
+        valid = np.stack([previous_valid_mask(rule, row) for row in predicted])
+        return torch.from_numpy(predicted).to(decoded_BT.device), torch.from_numpy(valid).to(decoded_BT.device)
+
+    def native(self, k: int, decoded_BT: torch.Tensor | None = None, capture: bool = False) -> RoutingPass:
+        """A pass in which every layer keeps its own gate with k experts.
+
+        With `decoded_BT`, captured features have the previous one-hots that decoding would give them.
+        """
+        valid_BT = None if decoded_BT is None else self.timeline(decoded_BT)[1]
+        return RoutingPass(k=k, previous_valid_BT=valid_BT, capture=capture)
+
+    def predicted(self, decoded_BT: torch.Tensor, capture: bool = False) -> RoutingPass:
+        """A pass under the tier's timeline, given which inputs serving would process in decode steps."""
+        predicted_BT, valid_BT = self.timeline(decoded_BT)
+        return RoutingPass(k=self.tier.k, predicted_BT=predicted_BT, previous_valid_BT=valid_BT, capture=capture)
+
+    def hidden(self, input_ids_BT: torch.Tensor, routing: RoutingPass, **inputs: Any) -> Any:
+        """Run the base's decoder (no language-model head) under `routing`; transformers' output object.
+
+        `routing` stays in force until the next call, because gradient checkpointing runs the hooks again in backward.
+        """
+        if routing.predicted_BT is not None and self.heads is None:
+            raise ValueError("routing: a predicted pass needs prerouter heads; build StudentPath with heads")
+        self._pass, self._batch_shape = routing, tuple(input_ids_BT.shape)
+        return self.model.model(input_ids=input_ids_BT, **inputs)
+
+    # -- the hook ------------------------------------------------------------------------------------------------------
+
+    def _hook(self, layer: int):
+        is_owner, is_consumer = layer in self.tier.owners, layer in self.tier.consumers
+
+        def route(gate: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]):
+            routing = self._pass
+            if routing is None:
+                return None
+            logits_NE = output[0]
+            bias_E = getattr(gate, "e_score_correction_bias", None)
+            predicting = routing.predicted_BT is not None
+            recomputing = layer in routing.executed
+            own_NK = select(self.tier.router, logits_NE, routing.k, bias_E)
+            indices_NK = routing.executed[layer].flatten(0, 1) if recomputing else own_NK
+            routed_by_NE = logits_NE.float()
+            if predicting and is_consumer:
+                by_head_N1 = routing.predicted_BT.flatten()[:, None]
+                predicted_NE = routing.predictions[layer - 1].flatten(0, 1)
+                routed_by_NE = torch.where(by_head_N1, predicted_NE, routed_by_NE)
+                if not recomputing:
+                    by_head_NK = select(self.tier.router, predicted_NE, routing.k)
+                    indices_NK = torch.where(by_head_N1, by_head_NK, own_NK)
+            weights_NK = weigh(self.tier.router, routed_by_NE, indices_NK)
+
+            if not recomputing:
+                routing.executed[layer] = indices_NK.unflatten(0, self._batch_shape)
+                if routing.capture:
+                    routing.router_logits[layer] = logits_NE.float().unflatten(0, self._batch_shape)
+                if is_owner and (predicting or routing.capture):
+                    one_hot_source = indices_NK if self.tier.feature_topk == "executed" else own_NK
+                    self._publish(layer, args[0], one_hot_source, routing)
+            return logits_NE, weights_NK.to(output[1].dtype), indices_NK
+
+        return route
+
+    def _publish(self, owner: int, hidden: torch.Tensor, indices_NK: torch.Tensor, routing: RoutingPass) -> None:
+        """Build owner's features at all positions; with a predicted pass, also its logits shifted to the next input."""
+        shape = self._batch_shape
+        routed_BTE = multi_hot(indices_NK, self.tier.num_experts).unflatten(0, shape)
+        carried_BE = routing.state.routing.get(owner) if routing.state else None
+        before_BTE = _shift(routed_BTE, carried_BE)
+        if routing.previous_valid_BT is not None:
+            before_BTE = before_BTE * routing.previous_valid_BT[..., None]
+        hidden_BTH = hidden.reshape(*shape, -1).float()
+        features_BTF = torch.cat([hidden_BTH, routed_BTE, before_BTE], dim=-1)
+        if routing.capture:
+            routing.features[owner] = features_BTF
+        if routing.predicted_BT is None:
+            return
+        assert self.heads is not None
+        logits_BTE = self.heads(owner, features_BTF)
+        routing.predictions[owner] = _shift(logits_BTE, routing.state.logits.get(owner) if routing.state else None)
+        if routing.state:
+            routing.state.logits[owner] = logits_BTE[:, -1]
+            routing.state.routing[owner] = routed_BTE[:, -1]
+
+
+def _shift(x_BTE: torch.Tensor, carried_BE: torch.Tensor | None) -> torch.Tensor:
+    """Position t takes the value of t-1; position 0 takes what the pass before left (zeros at the start)."""
+    first_B1E = torch.zeros_like(x_BTE[:, :1]) if carried_BE is None else carried_BE[:, None]
+    return torch.cat([first_B1E, x_BTE[:, :-1]], dim=1)
