@@ -47,17 +47,22 @@ def checkpoints(directory: Path) -> list[Path]:
 @torch.no_grad()
 def load_checkpoint(path: Path, trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
     """Restore trainables and optimizer state; returns the step. Raises Edge0Error when the file is damaged or foreign."""
-    step = int(read_header(path).metadata["step"])  # the strict reader names a truncated file before anything is touched
+    # The strict reader names a truncated file before anything is touched.
+    step = int(read_header(path).metadata["step"])
     tensors = load_file(str(path))
     state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trainable}
     for key, value in tensors.items():
         part, _, name = key.partition(":")
         if name not in state:
-            raise Edge0Error(f"{path}: has {name!r}, which this run does not train; resume with the settings it began with")
+            raise Edge0Error(
+                f"{path}: has {name!r}, which this run does not train; resume with the settings it began with"
+            )
         state[name][part] = value
     for name, parameter in trainable.items():
         if "value" not in state[name] or state[name]["value"].shape != parameter.shape:
-            raise Edge0Error(f"{path}: lacks {name!r} of shape {tuple(parameter.shape)}; resume from another checkpoint")
+            raise Edge0Error(
+                f"{path}: lacks {name!r} of shape {tuple(parameter.shape)}; resume from another checkpoint"
+            )
         parameter.copy_(state[name].pop("value"))
         optimizer.state[parameter] = {key: value.to(_place(key, parameter)) for key, value in state[name].items()}
     return step

@@ -1,10 +1,10 @@
 """The run directory: everything needed to know and to repeat what a run did, and the place where it continues.
 
-    config.yaml        resolved configuration
-    environment.json   command line, package versions, git commit and diff, machine
-    metrics.jsonl      one JSON object a row; `step` is the optimizer step
-    checkpoints/       trainables and optimizer state (safetensors, no pickle)
-    done.json          written last: the phase's summary; a run with it is finished
+config.yaml        resolved configuration
+environment.json   command line, package versions, git commit and diff, machine
+metrics.jsonl      one JSON object a row; `step` is the optimizer step
+checkpoints/       trainables and optimizer state (safetensors, no pickle)
+done.json          written last: the phase's summary; a run with it is finished
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def open_run(config: Config) -> Run:
     saved = directory / "config.yaml"
     if saved.exists():
         if not config.resume:
-            raise Edge0Error(f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true")
+            raise Edge0Error(
+                f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
+            )
         _same_config(yaml.safe_load(saved.read_text(encoding="utf-8")), to_dict(config), directory)
     elif directory.exists() and any(directory.iterdir()):
         raise Edge0Error(f"run_dir: {directory} is not empty and is no run directory; choose another run_dir")

@@ -48,6 +48,7 @@ class PrerouterHeads(nn.Module):
         fc2 starts at zero so that the first logits are exactly the warm start's; fc1 keeps torch's random initialisation.
         """
         for owner, head in self.layers.items():
+            assert isinstance(head, Head)
             weight_EH = router_weight(int(owner) + 1)
             head.linear_init.weight.zero_()
             head.linear_init.weight[:, : weight_EH.shape[1]] = weight_EH.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def add_lora(model: nn.Module, tier: Tier) -> nn.Module:
 def _factors(model: nn.Module, tier: Tier) -> Iterator[tuple[str, nn.Parameter]]:
     """(artifact key, parameter) of every factor, in the tier's order."""
     for path in tier.lora_modules():
-        layer = model.get_submodule(transformers_module(tier.family, path))
+        layer: Any = model.get_submodule(transformers_module(tier.family, path))
         yield f"{path}.lora_A", layer.lora_A[ADAPTER].weight
         yield f"{path}.lora_B", layer.lora_B[ADAPTER].weight
 

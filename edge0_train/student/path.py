@@ -65,7 +65,8 @@ class StudentPath:
     """
 
     def __init__(self, model: nn.Module, tier: Tier, heads: PrerouterHeads | None = None):
-        self.model, self.tier, self.heads = model, tier, heads
+        self.model: Any = model
+        self.tier, self.heads = tier, heads
         self._pass: RoutingPass | None = None
         self._batch_shape = (0, 0)
         for layer in tier.layout.moe_layers(tier.architecture):
@@ -103,7 +104,7 @@ class StudentPath:
         """
         if routing.predicted_BT is not None and self.heads is None:
             raise ValueError("routing: a predicted pass needs prerouter heads; build StudentPath with heads")
-        self._pass, self._batch_shape = routing, tuple(input_ids_BT.shape)
+        self._pass, self._batch_shape = routing, (input_ids_BT.shape[0], input_ids_BT.shape[1])
         return self.model.model(input_ids=input_ids_BT, **inputs)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
@@ -117,12 +118,11 @@ class StudentPath:
                 return None
             logits_NE = output[0]
             bias_E = getattr(gate, "e_score_correction_bias", None)
-            predicting = routing.predicted_BT is not None
             recomputing = layer in routing.executed
             own_NK = select(self.tier.router, logits_NE, routing.k, bias_E)
             indices_NK = routing.executed[layer].flatten(0, 1) if recomputing else own_NK
             routed_by_NE = logits_NE.float()
-            if predicting and is_consumer:
+            if routing.predicted_BT is not None and is_consumer:
                 by_head_N1 = routing.predicted_BT.flatten()[:, None]
                 predicted_NE = routing.predictions[layer - 1].flatten(0, 1)
                 routed_by_NE = torch.where(by_head_N1, predicted_NE, routed_by_NE)
@@ -135,7 +135,7 @@ class StudentPath:
                 routing.executed[layer] = indices_NK.unflatten(0, self._batch_shape)
                 if routing.capture:
                     routing.router_logits[layer] = logits_NE.float().unflatten(0, self._batch_shape)
-                if is_owner and (predicting or routing.capture):
+                if is_owner and (routing.predicted_BT is not None or routing.capture):
                     one_hot_source = indices_NK if self.tier.feature_topk == "executed" else own_NK
                     self._publish(layer, args[0], one_hot_source, routing)
             return logits_NE, weights_NK.to(output[1].dtype), indices_NK

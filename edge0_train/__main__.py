@@ -1,0 +1,3 @@
+from edge0_train.cli import main
+
+main()

@@ -1,0 +1,115 @@
+"""`python -m edge0_train phase=<name> tier=<name> [setting=value ...]`: compose, validate, open the run, do the phase.
+
+python -m edge0_train phase=all tier=nano
+python -m edge0_train phase=head_distill tier=35b teacher.directory=/models/Qwen3.6-35B-A3B text.prompts=prompts.jsonl
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import hydra
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.config import CHAIN, config_directory, read_config
+
+GROUPS = ("phase", "tier")
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done or stopped with a checkpoint, 2 a problem that the user can act on."""
+    try:
+        _check_choices(sys.argv[1:])
+    except Edge0Error as error:
+        _fail(error)
+    _hydra_main()
+
+
+@hydra.main(version_base=None, config_path=str(config_directory()), config_name="train")
+def _hydra_main(composed: DictConfig) -> None:
+    # Two spinning OpenMP threads beside a busy neighbour slow torch ten-fold; must be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        if composed.phase == "all":
+            run_chain(list(HydraConfig.get().overrides.task))
+        else:
+            run_phase(composed)
+    except Edge0Error as error:
+        _fail(error)
+
+
+def run_chain(overrides: Sequence[str]) -> None:
+    """All phases in order; with resume=true the finished ones are passed over and the interrupted one continues."""
+    kept = [override for override in overrides if not override.startswith("phase=")]
+    began = time.time()
+    for name in CHAIN:
+        run_phase(compose("train", [*kept, f"phase={name}"]))
+    print(f"phase=all: done in {time.time() - began:.0f} s")
+
+
+def run_phase(composed: Any) -> dict[str, Any] | None:
+    """One phase in its run directory; None when it was interrupted or is done already."""
+    if isinstance(composed, DictConfig):
+        with open_dict(composed):
+            composed.pop("hydra", None)
+    config = read_config(composed)
+
+    import torch
+
+    from edge0_train.loop import Interrupted
+    from edge0_train.phases import PHASES
+    from edge0_train.run import Run, open_run, start_wandb
+
+    torch.set_num_threads(config.threads)
+    _quiet_transformers(config.base.device)
+    if config.dry_run:
+        from pathlib import Path
+
+        PHASES[config.phase](config, Run(Path(config.run_dir), config))
+        return None
+    run = open_run(config)
+    if run.is_done:
+        print(f"{config.phase}: done already in {run.directory}")
+        return None
+    print(f"{config.phase}:", flush=True)
+    if config.phase in ("head_distill", "student_sft", "on_policy"):
+        start_wandb(run)
+    try:
+        summary = run.finish(PHASES[config.phase](config, run))
+    except Interrupted as stop:
+        print(stop)
+        sys.exit(0)
+    print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
+    return summary
+
+
+def _quiet_transformers(device: str) -> None:
+    """No loading bars; on a CPU also no hints about CUDA kernels that cannot be had there."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if device == "cpu":
+        logging.set_verbosity_error()
+
+
+def _check_choices(arguments: Sequence[str]) -> None:
+    """A group's unknown choice as one sentence (Hydra's own message has twelve lines)."""
+    for argument in arguments:
+        group, _, value = argument.partition("=")
+        if group in GROUPS:
+            known = sorted(path.stem for path in (config_directory() / group).glob("*.yaml"))
+            unknown = [choice for choice in value.split(",") if choice not in known]
+            if unknown:
+                raise Edge0Error(f"{group}: {', '.join(unknown)!r} is unknown; choose one of {', '.join(known)}")
+
+
+def _fail(error: Edge0Error) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,118 @@
+"""Prompts: the generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+
+Train and held-out prompts are split by a hash of the prompt's text, so that no setting of seed or order can move a prompt
+from one side to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.data import tasks
+
+EVAL_ONE_IN = 10
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to and including the last user turn; `answer` is empty when nothing can be checked."""
+
+    messages: tuple[dict[str, str], ...]
+    task: str = ""
+    answer: str = ""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Train and held-out prompts, and what was dropped on the way: {reason: count}."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    dropped: dict[str, int]
+
+
+def load_prompts(source: str, *, train: int, held_out: int, seed: int) -> Prompts:
+    """At most `train` and `held_out` prompts from `source` (see the module's docstring).
+
+    Raises Edge0Error when the source cannot be read or yields no usable prompt on either side.
+    """
+    if source == "tasks":
+        sides = {split: tasks.problems(split, seed, n) for split, n in (("train", train), ("eval", held_out))}
+        as_prompts = {
+            split: [Prompt(tuple(tasks.messages(p)), p.task, p.answer) for p in problems]
+            for split, problems in sides.items()
+        }
+        return Prompts(as_prompts["train"], as_prompts["eval"], {})
+    return _split(_rows(source), source, train, held_out, seed)
+
+
+def _rows(source: str) -> Iterable[Any]:
+    """Rows of a file or dataset, streamed."""
+    suffix = Path(source).suffix
+    kind = {".jsonl": "json", ".parquet": "parquet"}.get(suffix)
+    if kind and not Path(source).is_file():
+        raise Edge0Error(f"text.prompts: {source} does not exist; give a .jsonl or .parquet file, or a dataset's name")
+    try:
+        if kind:
+            return load_dataset(kind, data_files=source, split="train", streaming=True)
+        return load_dataset(source, split="train", streaming=True)
+    except Exception as error:  # datasets raises many types; all mean that the source cannot be read
+        raise Edge0Error(
+            f"text.prompts: {source!r} cannot be loaded ({error}); give tasks, a file, or a dataset"
+        ) from error
+
+
+def _split(rows: Iterable[Any], source: str, train: int, held_out: int, seed: int) -> Prompts:
+    sides: dict[bool, list[Prompt]] = {False: [], True: []}
+    room = {False: train, True: held_out}
+    dropped: dict[str, int] = {}
+    seen: set[str] = set()
+    for reason, prompt in _prompts(rows):
+        if prompt is None:
+            dropped[reason] = dropped.get(reason, 0) + 1
+            continue
+        text = json.dumps(prompt.messages, ensure_ascii=False)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest in seen:
+            dropped["duplicate prompt"] = dropped.get("duplicate prompt", 0) + 1
+            continue
+        seen.add(digest)
+        is_held_out = int(digest, 16) % EVAL_ONE_IN == 0
+        if len(sides[is_held_out]) < room[is_held_out]:
+            sides[is_held_out].append(prompt)
+        if all(len(sides[side]) >= room[side] for side in sides):
+            break
+    if not sides[False] or not sides[True]:
+        raise Edge0Error(
+            f"text.prompts: {source!r} gave {len(sides[False])} train and {len(sides[True])} held-out prompts"
+            f" (dropped: {dropped or 'none'}); each side needs at least one row with messages"
+        )
+    random.Random(seed).shuffle(sides[False])
+    return Prompts(sides[False], sides[True], dropped)
+
+
+def _prompts(rows: Iterable[Any]) -> Iterator[tuple[str, Prompt | None]]:
+    """(reason, None) for every unusable row, ("", prompt) for the others."""
+    for row in rows:
+        messages = row.get("messages")
+        if not isinstance(messages, list) or not messages:
+            yield "no messages", None
+            continue
+        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
+            yield "a message without role or content", None
+            continue
+        users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+        if not users:
+            yield "no user turn", None
+            continue
+        turns = tuple({"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1])
+        yield "", Prompt(turns, str(row.get("task") or ""), str(row.get("answer") or ""))

@@ -1,0 +1,128 @@
+"""phase=export: the model directory that the runtime serves: int4 base, two adapters, reference traces.
+
+python -m edge0_train phase=export tier=nano
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edge0_runtime.contract.artifacts import Adapter, Kind, check_binding, read_adapter, upstream_problems
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import atomic_replace
+from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
+from edge0_train.build import Student, build_student, read_input
+from edge0_train.config import Config
+from edge0_train.data.rows import read_data
+from edge0_train.report import print_plan
+from edge0_train.run import Run
+from edge0_train.student import Sampling, generate
+from edge0_train.student.generate import StepRecord
+
+
+def export(config: Config, run: Run) -> dict[str, Any]:
+    """Write `export.directory`; an existing one with the same base gets new adapters and nothing else.
+
+    The reference traces come from the adapters as they are in the files (F16), so that `edge0_runtime verify` compares what is
+    served with what was exported.
+    """
+    tier, target = config.tier, Path(config.export.directory)
+    adapters: dict[Kind, Adapter | None] = {
+        "prerouter": read_input(config, "prerouter", config.inputs.prerouter),
+        "lora": read_input(config, "lora", config.inputs.lora),
+    }
+    missing = [f"inputs.{kind}" for kind, adapter in adapters.items() if adapter is None]
+    if missing:
+        raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
+    print_plan(config, {"model": str(target), **{kind: a.path for kind, a in adapters.items() if a}})
+    if config.dry_run:
+        return {}
+    student = build_student(config, prerouter=config.inputs.prerouter, lora=config.inputs.lora)
+    trace = reference_trace(config, student)
+    _place_base(Path(config.base.directory), target, student.base.fingerprint)
+    problems: dict[str, list[str]] = {}
+    for kind, adapter in adapters.items():
+        assert adapter
+        with atomic_replace(target / tier.file_name(kind)) as temporary:
+            shutil.copyfile(adapter.path, temporary)
+        read = read_adapter(target / tier.file_name(kind), kind)
+        if read.sha256 != adapter.sha256:
+            raise Edge0Error(f"{read.path}: reads back as {read.sha256}, written was {adapter.sha256}; check the disk")
+        problems[kind] = upstream_problems(read)
+    check_binding(Checkpoint.open(target).fingerprint(), adapters["prerouter"], adapters["lora"])
+    write_trace(target / tier.file_name("verify"), trace, tier)
+    for name, reasons in problems.items():
+        verdict = "not loadable upstream: " + "; ".join(reasons) if reasons else "loads in the public runtime"
+        print(f"  {name}: {verdict}")
+    print(f"exported to {target}")
+    return {"directory": str(target), "sha256": {k: a.sha256 for k, a in adapters.items() if a}, "upstream": problems}
+
+
+def _place_base(base: Path, target: Path, fingerprint: str) -> None:
+    """Hard-link (else copy) the base's files into `target`, unless that base is there already."""
+    if target.exists():
+        found = Checkpoint.open(target).fingerprint()
+        if found != fingerprint:
+            raise Edge0Error(
+                f"export.directory: {target} holds another base ({found[:12]}, not {fingerprint[:12]}); choose another"
+            )
+        return
+    temporary = target.with_name(target.name + ".partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in sorted(base.iterdir()):
+        if file.is_file():
+            try:
+                os.link(file, temporary / file.name)
+            except OSError:
+                shutil.copy2(file, temporary / file.name)
+    temporary.rename(target)
+
+
+def reference_trace(config: Config, student: Student) -> ReferenceTrace:
+    """Greedy continuations of held-out prompts on the incremental student path, with routed sets and top logits per step."""
+    tier, want = config.tier, config.export
+    data, _ = read_data(config.text.rows, config.text.max_length)
+    prompts = [row.prompt_ids for row in data.held_out[: want.trace_prompts]]
+    layers = tier.layout.moe_layers(tier.architecture)
+    experts: list[torch.Tensor] = []
+    logits: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def observe(record: StepRecord) -> None:
+        last = [record.routing.executed[layer][:, -1].sort(-1).values for layer in layers]
+        experts.append(torch.stack(last, 1))
+        logits.append(tuple(record.logits_BV.topk(want.trace_top, dim=-1)))  # type: ignore[arg-type]
+
+    completions = generate(
+        student.path,
+        prompts,
+        Sampling(want.trace_tokens),
+        end_ids=(),  # past the end token too: the comparison wants length
+        pad_id=student.chat.pad_id,
+        observe=observe,
+    )
+    experts_BTLK = torch.stack(experts, 1).cpu().numpy().astype(np.int32)
+    values_BTN = torch.stack([values for values, _ in logits], 1).cpu().numpy()
+    ids_BTN = torch.stack([ids for _, ids in logits], 1).cpu().numpy().astype(np.int32)
+    traces = [
+        PromptTrace(
+            np.array(prompt, np.int32), np.array(done.ids, np.int32), experts_BTLK[row], ids_BTN[row], values_BTN[row]
+        )
+        for row, (prompt, done) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    assert student.prerouter and student.lora
+    return ReferenceTrace(
+        tier=tier.name,
+        base_fingerprint=student.base.fingerprint,
+        prerouter_sha256=student.prerouter.sha256,
+        lora_sha256=student.lora.sha256,
+        compute_dtype=config.base.dtype,
+        prompts=tuple(traces),
+    )

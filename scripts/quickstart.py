@@ -1,0 +1,52 @@
+"""The main job on the embedded nano tier: train, export, verify, chat, and one table at the end.
+
+    make quickstart            (or: python scripts/quickstart.py [root])
+
+A second call continues where the first one stopped; delete the root (runs/quickstart) to start over.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from edge0_train.config import CHAIN
+from edge0_train.report import table
+
+PROMPTS = ("Add 348 and 275.", "Zoe has 4 bags of 6 pens, gives 5. How many?")
+
+
+def call(*command: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a command of the project as a user would; show it first; stop at the first failure."""
+    print(f"\n$ {' '.join(command[1:] if command[0] == sys.executable else command)}", flush=True)
+    return subprocess.run(command, check=not capture, text=True, stdout=subprocess.PIPE if capture else None)
+
+
+def main() -> None:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
+    began = time.time()
+    call(sys.executable, "-m", "edge0_train", "phase=all", "tier=nano", f"root={root}", "resume=true")
+    model = str(root / "model")
+    verified = call(sys.executable, "-m", "edge0_runtime", "verify", model, "--json", capture=True)
+    report = json.loads(verified.stdout)
+    for prompt in PROMPTS:
+        call(sys.executable, "-m", "edge0_runtime", "chat", model, "--prompt", prompt, "--temperature", "0")
+
+    phases = {name: json.loads((root / name / "done.json").read_text(encoding="utf-8")) for name in CHAIN}
+    rows = phases["evaluate"]["table"]
+    print(f"\nQuality on {phases['evaluate']['rows']} held-out problems (K=8 teacher in bf16, student int4 with K=4):")
+    tasks = [key for key in rows[0] if key not in ("stage", "loss", "kl", "exact_match")]
+    columns = ["stage", "loss", "kl", "exact_match", *tasks]
+    print(table(["stage", "loss", "KL to teacher", "exact match", *tasks], [[r[c] for c in columns] for r in rows]))
+    print("\nTime and memory:")
+    print(table(["phase", "seconds", "peak MiB"], [[n, p["seconds"], p["peak_rss_mib"]] for n, p in phases.items()]))
+    print(f"\nserved equals trained: {'yes' if report['passed'] else 'NO'}  (edge0_runtime verify {model})")
+    print(f"total: {time.time() - began:.0f} s")
+    sys.exit(0 if report["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The whole way on the nano tier: train, export, serve; what is served is what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge0_runtime.contract.artifacts import read_adapter, write_adapter
+from edge0_runtime.contract.traces import read_trace
+from edge0_runtime.engine import Engine
+from edge0_runtime.measure.verify import verify
+from tests.e2e.conftest import SMALL, STEPS, Cli, phase_settings
+
+
+def test_export_serves_exactly_as_trained(chain: Path) -> None:
+    """Eight prompts of 128 greedy tokens: ids and expert sets of every step and layer equal torch's."""
+    model = chain / "model"
+    trace = read_trace(model / "verify_edge0_nano.safetensors")
+    assert [prompt.generated_ids_T.size for prompt in trace.prompts] == [128] * 8
+    with Engine.load(model) as engine:
+        report = verify(engine, trace)
+    assert report.passed, report
+
+
+def test_adapters_carry_contract_and_lineage(chain: Path) -> None:
+    heads = read_adapter(chain / "model" / "prerouter_edge0_nano.safetensors", "prerouter")
+    lora = read_adapter(chain / "model" / "lora_edge0_nano.safetensors", "lora")
+    assert heads.provenance and lora.provenance
+    assert [record.phase for record in heads.provenance.phases] == ["head_distill"]
+    assert [record.phase for record in lora.provenance.phases] == ["head_distill", "student_sft", "on_policy"]
+    assert lora.provenance.prerouter_sha256 == heads.sha256
+    assert lora.provenance.base_fingerprint == heads.provenance.base_fingerprint
+    for record in (*heads.provenance.phases, *lora.provenance.phases):
+        assert not record.run_id.startswith("/")
+
+
+def test_training_moves_the_student_towards_the_teacher(chain: Path) -> None:
+    """Even this short: trained heads beat untrained ones, and the LoRA beats heads alone (nano.md's safe margins)."""
+    rows = {row["stage"]: row for row in json.loads((chain / "evaluate" / "done.json").read_text())["table"]}
+    assert rows["untrained heads"]["kl"] > 2 * rows["heads only"]["kl"]
+    assert rows["heads only"]["kl"] > rows["+ SFT"]["kl"]
+    assert rows["+ on-policy"]["kl"] < 1.2 * rows["+ SFT"]["kl"]
+    assert rows["teacher, K=8"]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("phase", ["head_distill", "student_sft", "on_policy"])
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(
+    chain: Path, train: Cli, tmp_path: Path, phase: str
+) -> None:
+    """kill -9 once a checkpoint exists, resume: the adapter's tensors are bit for bit the uninterrupted run's."""
+    kind = "prerouter" if phase == "head_distill" else "lora"
+    where = (f"root={chain}", f"run_dir={tmp_path / phase}", *phase_settings(phase, STEPS[phase]))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edge0_train", f"phase={phase}", *where], stdout=subprocess.DEVNULL
+    )
+    _wait_for(lambda: any((tmp_path / phase / "checkpoints").glob("step-*.safetensors")), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / phase / "done.json").exists(), "the run finished before it could be killed"
+
+    train(f"phase={phase}", "resume=true", *where)
+    resumed = read_adapter(tmp_path / phase / f"{kind}_edge0_nano.safetensors", kind)
+    straight = read_adapter(chain / phase / f"{kind}_edge0_nano.safetensors", kind)
+    assert all(np.array_equal(resumed.tensors[key], straight.tensors[key]) for key in straight.tensors)
+    steps = [json.loads(line)["step"] for line in (tmp_path / phase / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+def test_sigterm_checkpoints_and_exits_cleanly(chain: Path, tmp_path: Path) -> None:
+    where = (f"root={chain}", f"run_dir={tmp_path / 'run'}", *phase_settings("student_sft", STEPS["student_sft"]))
+    command = [sys.executable, "-m", "edge0_train", "phase=student_sft", *where]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    _wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "resume=true" in output
+    assert any((tmp_path / "run" / "checkpoints").glob("step-*.safetensors"))
+
+
+def test_bad_input_is_one_sentence(chain: Path, train: Cli, tmp_path: Path) -> None:
+    """Wrong base, wrong hash, missing file, unknown names, K > E: exit code 2, one `error:` line, nothing written."""
+    other = tmp_path / "other"
+    shutil.copytree(chain / "base", other)
+    raw = bytearray((other / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (other / "model.safetensors").write_bytes(raw)
+    heads = read_adapter(chain / "head_distill" / "prerouter_edge0_nano.safetensors", "prerouter")
+    assert heads.provenance
+    swapped = tmp_path / "swapped.safetensors"
+    tensors = {key: 0.5 * value for key, value in heads.tensors.items()}
+    write_adapter(swapped, "prerouter", heads.tier, tensors, heads.provenance)
+
+    sft = ("phase=student_sft", f"root={chain}", f"run_dir={tmp_path / 'new'}", *SMALL)
+    cases = {
+        "another base": ((*sft, f"base.directory={other}"), "base"),
+        "another prerouter": (
+            ("phase=on_policy", *sft[1:], f"inputs.prerouter={swapped}"),
+            "prerouter",
+        ),
+        "missing prerouter": ((*sft, f"inputs.prerouter={tmp_path / 'nowhere'}"), "inputs.prerouter"),
+        "missing rows": ((*sft, f"text.rows={tmp_path / 'nowhere'}"), "text.rows"),
+        "unknown tier": (("tier=huge",), "choose one of"),
+        "unknown phase": (("phase=guess",), "choose one of"),
+        "K > E": ((*sft, "tier.k=33"), "tier.k"),
+        "existing run": (("phase=student_sft", f"root={chain}", *SMALL), "resume=true"),
+    }
+    for name, (overrides, expected) in cases.items():
+        done = train(*overrides, check=False)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert done.returncode == 2, (name, done.returncode, done.stderr)
+        assert len(errors) == 1 and expected in errors[0], (name, done.stderr)
+        assert "Traceback" not in done.stderr, name
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 120.0) -> None:
+    """Poll the file system for what a child process is about to write."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing appeared in time"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.05)
+            raise AssertionError("the process ended before it wrote what the test waits for")
