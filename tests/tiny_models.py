@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from edge0_runtime.contract.tier import Tier
 
 REPOSITORY = Path(__file__).parents[1]
-TOKENIZER_DIRECTORIES = (REPOSITORY / "edge0_train/assets/nano-teacher", Path("/work/shared/nano-teacher"))
+TOKENIZER = REPOSITORY / "edge0_train/assets/nano-teacher"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 ARCHITECTURE: dict[str, Any] = {
@@ -45,7 +45,7 @@ def tiny_tier(**overrides: Any) -> Tier:
     """A tier for `tiny_qwen3_5_moe`: overrides are fields of the tier, or of its architecture."""
     data: dict[str, Any] = {
         "name": "tiny",
-        "model": "tiny random Qwen3.5-MoE",
+        "model": "tiny-random",
         "family": "qwen3_5_moe",
         "k": 2,
         "router": {"kind": "softmax_topk"},
@@ -121,9 +121,6 @@ def tiny_qwen3_5_moe(directory: Path | str, seed: int = 0, **overrides: Any) -> 
         disk_name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
         tensors[disk_name] = values.to(dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = next(path for path in TOKENIZER_DIRECTORIES if (path / "tokenizer.json").is_file())
     for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, directory / name)
-            (directory / name).chmod(0o644)
+        shutil.copyfile(TOKENIZER / name, directory / name)
     return directory

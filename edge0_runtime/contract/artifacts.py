@@ -87,16 +87,12 @@ def write_adapter(
             continue
         finite = np.isfinite(array)
         if not finite.all():
-            problems.append(
-                f"{key}: {array.size - np.count_nonzero(finite)} of {array.size} values are not finite"
-            )
+            problems.append(f"{key}: {array.size - np.count_nonzero(finite)} of {array.size} values are not finite")
             continue
         with np.errstate(over="ignore"):  # overflow is what the next line looks for
             rounded[key] = array.astype(np.float16)
         if not np.isfinite(rounded[key]).all():
-            problems.append(
-                f"{key}: largest value {np.abs(array).max():g} is outside the F16 range of +-65504"
-            )
+            problems.append(f"{key}: largest value {np.abs(array).max():g} is outside the F16 range of +-65504")
     problems += _zero_problems(kind, rounded)
     raise_problems(
         f"{path}: not written", problems, "fix the training run or the tier; nothing was changed on the disk"
@@ -110,15 +106,9 @@ def write_adapter(
             adapter = read_adapter(written, kind)
         except Edge0Error as error:
             raise Edge0Error(str(error).replace(str(written), str(path))) from error
-        same = (
-            adapter.tier == tier
-            and adapter.provenance == provenance
-            and adapter.tensors.keys() == rounded.keys()
-        )
+        same = adapter.tier == tier and adapter.provenance == provenance and adapter.tensors.keys() == rounded.keys()
         if not same or any(adapter.tensors[k].tobytes() != rounded[k].tobytes() for k in rounded):
-            raise Edge0Error(
-                f"{path}: what was read back differs from what was written; the old file is unchanged"
-            )
+            raise Edge0Error(f"{path}: what was read back differs from what was written; the old file is unchanged")
 
     write_atomic(path, rounded, metadata, check)
     return sha256_file(path)
@@ -202,9 +192,7 @@ def read_adapter(path: str | Path, kind: Kind, fallback_tier: Tier | None = None
         expected = {key: value for key, value in _flat_metadata(kind, tier).items() if key in present}
         what = f"tier {tier.name}"
     else:
-        raise Edge0Error(
-            f"{path}: carries no contract (metadata key `edge0`); name the tier to serve it with"
-        )
+        raise Edge0Error(f"{path}: carries no contract (metadata key `edge0`); name the tier to serve it with")
     for key, value in expected.items():
         if not _same_value(header.metadata.get(key), value):
             actual = shown(header.metadata.get(key))
@@ -229,14 +217,10 @@ def _contract(path: Path, text: str) -> tuple[Tier, Provenance]:
         return Tier.from_dict(document["tier"]), Provenance.from_dict(document["provenance"])
     except (Edge0Error, ValueError, TypeError, KeyError, ArithmeticError, AttributeError) as error:
         # The document is foreign data: whatever it breaks is the file's fault and is told as such.
-        raise Edge0Error(
-            f"{path}: metadata `edge0` is not a valid contract: {error}; export the file again"
-        ) from error
+        raise Edge0Error(f"{path}: metadata `edge0` is not a valid contract: {error}; export the file again") from error
 
 
-def _read_tensors(
-    header: Header, shapes: Mapping[str, tuple[int, int]], problems: list[str]
-) -> dict[str, np.ndarray]:
+def _read_tensors(header: Header, shapes: Mapping[str, tuple[int, int]], problems: list[str]) -> dict[str, np.ndarray]:
     """The expected tensors; wrong dtypes and values go to `problems`, unknown tensors are not read."""
     tensors: dict[str, np.ndarray] = {}
     for key, shape in shapes.items():
@@ -249,9 +233,7 @@ def _read_tensors(
         tensors[key] = read_array(header, key)
         finite = np.isfinite(tensors[key])
         if not finite.all():
-            problems.append(
-                f"{key}: {finite.size - np.count_nonzero(finite)} of {finite.size} values are not finite"
-            )
+            problems.append(f"{key}: {finite.size - np.count_nonzero(finite)} of {finite.size} values are not finite")
     return tensors
 
 
@@ -337,16 +319,12 @@ def check_binding(
             notes.append(f"{adapter.path}: carries no contract, so its binding to the base cannot be checked")
         elif adapter.provenance.base_fingerprint != base_fingerprint:
             trained = adapter.provenance.base_fingerprint
-            mismatches.append(
-                f"{adapter.path} was trained for base {trained}, the base served is {base_fingerprint}"
-            )
+            mismatches.append(f"{adapter.path} was trained for base {trained}, the base served is {base_fingerprint}")
     if prerouter is not None and lora is not None and lora.provenance is not None:
         trained_with = lora.provenance.prerouter_sha256
         if trained_with != prerouter.sha256:
             with_what = f"prerouter {trained_with}" if trained_with else "no prerouter"
-            mismatches.append(
-                f"{lora.path} was trained with {with_what}, the prerouter served is {prerouter.sha256}"
-            )
+            mismatches.append(f"{lora.path} was trained with {with_what}, the prerouter served is {prerouter.sha256}")
     if not allow_mismatch:
         raise_problems(
             "base, prerouter and LoRA do not belong together",

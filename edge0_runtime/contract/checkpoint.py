@@ -21,9 +21,7 @@ from edge0_runtime.contract.files import open_regular, raise_problems, read_exac
 from edge0_runtime.contract.strict_safetensors import Header, TensorEntry, read_header
 from edge0_runtime.contract.tier import Tier
 
-SHARD_PATTERN = (
-    "model*.safetensors"  # mlx-lm's own; leaves out the adapters and macOS's `._model*` companions
-)
+SHARD_PATTERN = "model*.safetensors"  # mlx-lm's own; leaves out the adapters and macOS's `._model*` companions
 INDEX_NAME = "model.safetensors.index.json"
 FINGERPRINT_EDGE_BYTES = 4096
 
@@ -52,9 +50,7 @@ class Checkpoint:
         """
         directory = Path(directory)
         if not directory.is_dir():
-            raise Edge0Error(
-                f"{directory}: not a directory; give the directory that holds config.json and the shards"
-            )
+            raise Edge0Error(f"{directory}: not a directory; give the directory that holds config.json and the shards")
         problems: list[str] = []
         config = _json_object(directory / "config.json", problems)
         headers: dict[str, Header] = {}
@@ -140,9 +136,7 @@ class Checkpoint:
         raise_problems(f"{self.directory}: unreadable", problems, "download the file again")
         if template is None:
             return None
-        text = (
-            template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        )  # a list of named ones
+        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)  # a list of named ones
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
     def text_config(self) -> dict[str, Any]:
@@ -191,9 +185,7 @@ def _index_problems(weight_map: Any, found: set[str], headers: Mapping[str, Head
     named = set(weight_map.values())
     for shard in sorted(named - found):
         if "/" in shard or not fnmatch.fnmatchcase(shard, SHARD_PATTERN):
-            problems.append(
-                f"{INDEX_NAME}: names shard {shard!r}, which is not a {SHARD_PATTERN} of this directory"
-            )
+            problems.append(f"{INDEX_NAME}: names shard {shard!r}, which is not a {SHARD_PATTERN} of this directory")
         else:
             problems.append(f"{INDEX_NAME}: names shard {shard}, which is missing")
     for shard in sorted(found - named):
@@ -212,9 +204,7 @@ def _index_problems(weight_map: Any, found: set[str], headers: Mapping[str, Head
 def _numbering_problems(found: set[str]) -> list[str]:
     """Without an index: shards that the others' names (`model-00001-of-00003`) say should be there."""
     problems = []
-    for stem, count in {
-        match.groups() for name in found if (match := re.fullmatch(r"(.*)-\d{5}-of-(\d{5}).*", name))
-    }:
+    for stem, count in {match.groups() for name in found if (match := re.fullmatch(r"(.*)-\d{5}-of-(\d{5}).*", name))}:
         expected = {f"{stem}-{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1)}
         problems += [f"shard {name} is missing" for name in sorted(expected - found)]
     return sorted(problems)

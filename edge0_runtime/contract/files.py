@@ -50,9 +50,7 @@ def read_exact(file: io.FileIO, path: Path, offset: int, view: memoryview) -> No
     except OSError as error:
         reason = error.strerror or str(error)
     if got < wanted:
-        raise Edge0Error(
-            f"{path}: read at offset {offset} failed: wanted {wanted} bytes, got {got}: {reason}"
-        )
+        raise Edge0Error(f"{path}: read at offset {offset} failed: wanted {wanted} bytes, got {got}: {reason}")
 
 
 def sha256_file(path: str | Path) -> str:
@@ -125,9 +123,7 @@ def atomic_replace(path: str | Path, needed_bytes: int | None = None) -> Iterato
                 " The old file is unchanged"
             ) from error
         if error.errno in _DISK_FAILED or error.filename == str(temporary):
-            raise Edge0Error(
-                f"{path}: cannot be written: {error.strerror}. The old file is unchanged"
-            ) from error
+            raise Edge0Error(f"{path}: cannot be written: {error.strerror}. The old file is unchanged") from error
         raise
     finally:
         with contextlib.suppress(OSError):  # after the rename there is nothing to remove

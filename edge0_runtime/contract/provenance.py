@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -65,13 +65,9 @@ class PhaseRecord:
         _texts(where, self, "phase", "run_id")
         _counts(where, self, "seed", "steps", "tokens", "rows")
         _times(where, self, "time")
-        if not isinstance(self.parents, Mapping) or not all(
-            _is_sha256(value) for value in self.parents.values()
-        ):
+        if not _maps_names_to(_is_sha256, self.parents):
             raise Edge0Error(f"{where}: parents: {self.parents!r} must map names to sha256 hashes")
-        if not isinstance(self.metrics, Mapping) or not all(
-            _is_finite(value) for value in self.metrics.values()
-        ):
+        if not _maps_names_to(_is_finite, self.metrics):
             raise Edge0Error(f"{where}: metrics: {self.metrics!r} must map names to finite numbers")
 
 
@@ -108,8 +104,7 @@ class Provenance:
         for field, ok in (
             (
                 "phases",
-                isinstance(self.phases, tuple)
-                and all(isinstance(phase, PhaseRecord) for phase in self.phases),
+                isinstance(self.phases, tuple) and all(isinstance(phase, PhaseRecord) for phase in self.phases),
             ),
             ("teacher", self.teacher is None or isinstance(self.teacher, Teacher)),
             ("data", self.data is None or isinstance(self.data, DataSource)),
@@ -121,8 +116,7 @@ class Provenance:
             optional = field in ("template_hash", "prerouter_sha256")
             if not (_is_sha256(value) or (optional and value is None)):
                 raise Edge0Error(
-                    f"provenance.{field}: {value!r} is not a sha256 (64 hexadecimal digits)"
-                    + " or null" * optional
+                    f"provenance.{field}: {value!r} is not a sha256 (64 hexadecimal digits)" + " or null" * optional
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,9 +134,7 @@ class Provenance:
         fields = _fields("provenance", cls, data)
         if not isinstance(fields["phases"], list):
             raise Edge0Error(f"provenance.phases: {fields['phases']!r} is not a list")
-        fields["phases"] = tuple(
-            PhaseRecord(**_fields("provenance.phases", PhaseRecord, p)) for p in fields["phases"]
-        )
+        fields["phases"] = tuple(PhaseRecord(**_fields("provenance.phases", PhaseRecord, p)) for p in fields["phases"])
         if fields["teacher"] is not None:
             fields["teacher"] = Teacher(**_fields("provenance.teacher", Teacher, fields["teacher"]))
         if fields["data"] is not None:
@@ -180,6 +172,10 @@ def _times(where: str, record: Any, *fields: str) -> None:
             zone = None
         if zone is None:
             raise Edge0Error(f"{where}.{field}: {value!r} is not an ISO 8601 time with time zone")
+
+
+def _maps_names_to(test: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) and test(item) for name, item in value.items())
 
 
 def _is_sha256(value: Any) -> bool:

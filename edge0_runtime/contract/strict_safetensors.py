@@ -103,9 +103,7 @@ def read_header(path: str | Path) -> Header:
     """
     path = Path(path)
     if path.name.startswith("._"):
-        raise Edge0Error(
-            f"{path}: a macOS companion file (`._*`), not a model file; use the file without the `._`"
-        )
+        raise Edge0Error(f"{path}: a macOS companion file (`._*`), not a model file; use the file without the `._`")
     with open_regular(path) as file:
         stamp = _stamp(file)
         file_size = stamp[0]
@@ -174,16 +172,12 @@ def _header_text(file: io.FileIO, path: Path, file_size: int) -> bytes:
     if file_size < 10 or not 2 <= length <= min(MAX_HEADER_BYTES, file_size - 8):
         lowered = bytes(prefix).lstrip().lower()
         if lowered.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-            raise Edge0Error(
-                f"{path}: an HTML or XML page, most likely a server's error: download the file again"
-            )
+            raise Edge0Error(f"{path}: an HTML or XML page, most likely a server's error: download the file again")
         for magic, what in _FOREIGN:
             if prefix.startswith(magic):
                 raise Edge0Error(f"{path}: {what}")
         if file_size < 10:
-            raise Edge0Error(
-                f"{path}: {file_size} bytes are too few for a safetensors file; download it again"
-            )
+            raise Edge0Error(f"{path}: {file_size} bytes are too few for a safetensors file; download it again")
         if length > MAX_HEADER_BYTES:
             raise Edge0Error(
                 f"{path}: the header length is {length}, more than {MAX_HEADER_BYTES} bytes;"
@@ -226,9 +220,7 @@ def _entry(name: str, value: Any, data_start: int, problems: list[str]) -> Tenso
         problems.append(
             f"{where}: {dtype} {shape} needs {item * math.prod(shape)} bytes, data_offsets give {end - start}"
         )
-    return TensorEntry(
-        name, str(dtype), tuple(shape) if shape_ok else (), data_start + start, data_start + end
-    )
+    return TensorEntry(name, str(dtype), tuple(shape) if shape_ok else (), data_start + start, data_start + end)
 
 
 def _whole_numbers(value: Any) -> bool:
@@ -241,9 +233,7 @@ def _tiling_problems(spans: list[tuple[int, int, str]], data_start: int, file_si
     reached, holder = data_start, ""
     for start, end, name in sorted(spans):
         if start > reached:
-            problems.append(
-                f"hole of {start - reached} bytes before tensor {shown(name)} (at offset {reached})"
-            )
+            problems.append(f"hole of {start - reached} bytes before tensor {shown(name)} (at offset {reached})")
         elif start < reached:
             problems.append(f"tensor {shown(name)} overlaps tensor {shown(holder)} at offset {start}")
         if end >= reached:
@@ -251,9 +241,7 @@ def _tiling_problems(spans: list[tuple[int, int, str]], data_start: int, file_si
     if reached > file_size:
         problems.append(f"truncated: the header describes {reached} bytes, the file has {file_size}")
     elif reached < file_size:
-        problems.append(
-            f"{file_size - reached} trailing bytes that belong to no tensor, from offset {reached}"
-        )
+        problems.append(f"{file_size - reached} trailing bytes that belong to no tensor, from offset {reached}")
     return problems
 
 
@@ -295,9 +283,7 @@ def write_atomic(
         start, end = end, end + array.nbytes
         document[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, end]}
         arrays.append(array)
-    problems += [
-        f"metadata {k!r}: {v!r} must be strings" for k, v in metadata.items() if not type(k) is type(v) is str
-    ]
+    problems += [f"metadata {k!r}: {v!r} must be strings" for k, v in metadata.items() if not type(k) is type(v) is str]
     raise_problems(f"{path}: cannot be written", problems, "convert the tensors and metadata first")
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8

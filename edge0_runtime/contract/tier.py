@@ -8,6 +8,8 @@ training, export, loading and `edge0_runtime tiers` cannot disagree.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.timeline import FEATURE_TOPK_KINDS, FIRST_TOKEN_RULES, FeatureTopk, FirstToken
 
+MAX_COUNT = 2**20
+MAX_LAYERS = 1024
+"""Bounds on what a stranger's file may ask us to build."""
 ROUTER_KINDS = ("softmax_topk", "sigmoid_group")
 
 
@@ -153,18 +158,33 @@ class Tier:
     def from_dict(cls, data: Mapping[str, Any]) -> Tier:
         """Read and validate a tier. Raises Edge0Error that names the field, the value and the fix."""
         _same_fields("tier", cls, data)
+        _same_fields("tier.router", Router, data["router"])
+        _same_fields("tier.lora", Lora, data["lora"])
+        if not isinstance(data["architecture"], Mapping):
+            raise Edge0Error(f"tier.architecture: {data['architecture']!r} is not a mapping of fields to values")
         router, lora = data["router"], data["lora"]
-        _same_fields("tier.router", Router, router)
-        _same_fields("tier.lora", Lora, lora)
         tier = cls(
-            **{
-                **data,
-                "architecture": dict(data["architecture"]),
-                "router": Router(**router),
-                "owners": _layers("owners", data["owners"]),
-                "consumers": _layers("consumers", data["consumers"]),
-                "lora": Lora(**{**lora, "targets": tuple(lora["targets"])}),
-            }
+            name=_text("name", data["name"]),
+            model=_text("model", data["model"]),
+            family=_text("family", data["family"]),
+            architecture=dict(data["architecture"]),
+            k=_count("k", data["k"]),
+            router=Router(
+                kind=_text("router.kind", router["kind"]),
+                n_group=_count("router.n_group", router.get("n_group", 1)),
+                topk_group=_count("router.topk_group", router.get("topk_group", 1)),
+                scaling=_positive("router.scaling", router.get("scaling", 1.0)),
+            ),
+            feature_topk=data["feature_topk"],
+            first_token=data["first_token"],
+            owners=_layers("owners", data["owners"]),
+            consumers=_layers("consumers", data["consumers"]),
+            head_width=_count("head_width", data["head_width"]),
+            lora=Lora(
+                r=_count("lora.r", lora["r"]),
+                alpha=_positive("lora.alpha", lora["alpha"]),
+                targets=tuple(_text("lora.targets", target) for target in _list("lora.targets", lora["targets"])),
+            ),
         )
         _validate(tier)
         return tier
@@ -184,10 +204,39 @@ def _same_fields(where: str, cls: type, data: Mapping[str, Any]) -> None:
 def _layers(field: str, value: Any) -> tuple[int, ...]:
     """A list of layer indices, or {first, last} for a run of them."""
     if isinstance(value, Mapping) and set(value) == {"first", "last"}:
-        return tuple(range(value["first"], value["last"] + 1))
-    if isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
+        first, last = value["first"], value["last"]
+        if type(first) is int and type(last) is int and 0 <= first <= last < MAX_COUNT:
+            return tuple(range(first, last + 1))
+    elif isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
         return tuple(value)
     raise Edge0Error(f"tier.{field}: {value!r} is neither a list of layer indices nor {{first: N, last: M}}")
+
+
+def _text(field: str, value: Any) -> str:
+    """A plain name: it becomes part of file names and messages, and tiers are read from strangers' files."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        raise Edge0Error(
+            f"tier.{field}: {value!r} is not a plain name of letters, digits, dots, dashes and underscores"
+        )
+    return value
+
+
+def _count(field: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
+        raise Edge0Error(f"tier.{field}: {value!r} is not a whole number of at least 1 (and at most {MAX_COUNT})")
+    return value
+
+
+def _positive(field: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise Edge0Error(f"tier.{field}: {value!r} is not a number larger than 0")
+    return float(value)
+
+
+def _list(field: str, value: Any) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise Edge0Error(f"tier.{field}: {value!r} is not a list")
+    return value
 
 
 def _validate(tier: Tier) -> None:
@@ -205,20 +254,23 @@ def _validate(tier: Tier) -> None:
     ):
         if value not in allowed:
             raise Edge0Error(f"tier.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
-    for name, number in (("k", tier.k), ("head_width", tier.head_width), ("lora.r", tier.lora.r)):
-        if type(number) is not int or number < 1:
-            raise Edge0Error(f"tier.{name}: {number!r} is not a whole number of at least 1")
+    for name in layout.required:
+        _count(f"architecture.{name}", tier.architecture[name])
+    if tier.num_layers > MAX_LAYERS:
+        raise Edge0Error(f"tier.architecture.num_hidden_layers: {tier.num_layers} is more than {MAX_LAYERS}")
     if tier.k > tier.num_experts:
-        raise Edge0Error(f"tier.k: {tier.k} is larger than the {tier.num_experts} experts of {tier.model}; lower tier.k")
-    if not tier.lora.alpha > 0:
-        raise Edge0Error(f"tier.lora.alpha: {tier.lora.alpha!r} must be larger than 0 (the paper uses 2 r)")
+        raise Edge0Error(
+            f"tier.k: {tier.k} is larger than the {tier.num_experts} experts of {tier.model}; lower tier.k"
+        )
     if router.kind == "sigmoid_group" and tier.num_experts % router.n_group:
         raise Edge0Error(f"tier.router.n_group: {router.n_group} does not divide {tier.num_experts} experts")
     if not 1 <= router.topk_group <= router.n_group:
         raise Edge0Error(f"tier.router.topk_group: {router.topk_group} must lie in 1..n_group = {router.n_group}")
     group_room = router.topk_group * (tier.num_experts // router.n_group)
     if tier.k > group_room:
-        raise Edge0Error(f"tier.k: {tier.k} does not fit the {group_room} experts of topk_group = {router.topk_group} groups")
+        raise Edge0Error(
+            f"tier.k: {tier.k} does not fit the {group_room} experts of topk_group = {router.topk_group} groups"
+        )
 
     moe = set(layout.moe_layers(tier.architecture))
     if not tier.owners or list(tier.owners) != sorted(set(tier.owners)):

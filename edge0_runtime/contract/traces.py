@@ -102,9 +102,7 @@ def read_trace(path: str | Path, tier: Tier | None = None) -> ReferenceTrace:
     version = metadata.get("format_version", "1")
     if version != str(FORMAT_VERSION):
         problems.append(f"format_version {version!r} is not {FORMAT_VERSION}, the one known: update Edge0")
-    numbers = {
-        int(match[1]) for name in header.entries if (match := re.fullmatch(r"prompt\.(\d{1,6})\.ids", name))
-    }
+    numbers = {int(match[1]) for name in header.entries if (match := re.fullmatch(r"prompt\.(\d{1,6})\.ids", name))}
     expected = {part.format(i): dtype for i in range(len(numbers)) for part, dtype in _PARTS.items()}
     problems += [f"{name}: missing" for name in sorted(expected.keys() - header.entries.keys())]
     problems += [f"{name}: unknown" for name in sorted(header.entries.keys() - expected.keys())]
@@ -154,9 +152,7 @@ def _arrays(prompt: PromptTrace) -> tuple[np.ndarray, ...]:
 
 
 def _prompt_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
-    arrays = dict(
-        zip(("prompt", "generated", "experts", "logits ids", "logits values"), _arrays(prompt), strict=True)
-    )
+    arrays = dict(zip(("prompt", "generated", "experts", "logits ids", "logits values"), _arrays(prompt), strict=True))
     dimensions = [array.ndim for array in arrays.values()]
     if dimensions != [1, 1, 3, 2, 2]:
         yield f"arrays have {dimensions} dimensions, must be [1, 1, 3, 2, 2]"

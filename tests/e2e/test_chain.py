@@ -29,7 +29,7 @@ def test_export_serves_exactly_as_trained(chain: Path) -> None:
     assert [prompt.generated_ids_T.size for prompt in trace.prompts] == [128] * 8
     with Engine.load(model) as engine:
         report = verify(engine, trace)
-    assert report.passed, report
+    assert report.ok, report.problems()
 
 
 def test_adapters_carry_contract_and_lineage(chain: Path) -> None:

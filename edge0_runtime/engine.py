@@ -1,0 +1,349 @@
+"""One request at a time: prompt ids in, generated tokens out, from a model directory with its two adapters.
+
+    with Engine.load("models/nano") as engine:
+        for step in engine.generate(prompt_ids, max_tokens=64):
+            ...
+
+A request's MLX work is all done in the thread that iterates; loading and generating may be different threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import strict_json
+from edge0_runtime.model import ServedModel, build
+
+PREFILL_CHUNK = 512
+# mlx's sorted gather gave wrong rows above this many (mlx issue 3856).
+MAX_GATHERED_ROWS = 32768
+
+FinishReason = Literal["stop", "length", "cancelled"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token.
+
+    Attributes:
+        index: 0 for the first generated token.
+        token: its id. A cancelled request ends with a step of token -1: nothing was generated.
+        logprob: of the token under the model's own distribution (temperature 1, nothing filtered), in nats.
+        finish_reason: set on the last step only; "stop" when the token is an end token (to be left out of the
+            text).
+        experts: with trace=True: [MoE layers, K], sorted: what the input that led to this token was routed
+            to. That input is the prompt's last token for index 0, else the token of the step before.
+        logits: with trace=True: float32 [vocabulary].
+    """
+
+    index: int
+    token: int
+    logprob: float
+    finish_reason: FinishReason | None
+    experts: np.ndarray | None = None
+    logits: np.ndarray | None = None
+
+
+class Engine:
+    """A loaded model that serves one request at a time; a second one while the first is running is refused.
+
+    Attributes:
+        model_dir: where it was loaded from. model: network and experts. tokenizer: mlx-lm's wrapper.
+        eos_ids: end tokens. context_length: most tokens of prompt and answer together.
+        prefill_chunk: prompt tokens per forward pass.
+    """
+
+    def __init__(self, model_dir: Path, model: ServedModel, tokenizer: TokenizerWrapper) -> None:
+        self.model_dir = model_dir
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_ids = _eos_ids(model_dir, tokenizer)
+        self.context_length = model.context_length
+        self.prefill_chunk = min(PREFILL_CHUNK, MAX_GATHERED_ROWS // model.tier.k)
+        self._busy = threading.Lock()
+        self._requests = self._prompt_tokens = self._generated_tokens = 0
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | os.PathLike[str],
+        *,
+        prerouter: bool = True,
+        lora: bool = True,
+        memory_budget: float | None = None,
+        allow_mismatch: bool = False,
+        tier_name: str | None = None,
+    ) -> Engine:
+        """Load a model directory.
+
+        Args:
+            model_dir: int4 base, tokenizer and adapter files (artifacts.md).
+            prerouter, lora: False serves without that file: own gates, no recovery.
+            memory_budget: GiB for experts in memory; None takes a quarter of the machine's, or all experts if
+                fewer.
+            allow_mismatch: serve adapters that name another base or prerouter.
+            tier_name: which adapter files, when the directory holds several or none.
+
+        Raises:
+            Edge0Error: whatever is wrong with the directory, before anything large is read.
+        """
+        if memory_budget is not None and not (math.isfinite(memory_budget) and memory_budget > 0):
+            raise Edge0Error(f"memory_budget: {memory_budget!r} must be a number of GiB larger than 0")
+        directory = Path(model_dir)
+        model = build(
+            directory,
+            prerouter=prerouter,
+            lora=lora,
+            budget_bytes=None if memory_budget is None else int(memory_budget * 2**30),
+            allow_mismatch=allow_mismatch,
+            tier_name=tier_name,
+        )
+        # Said aloud: transformers would otherwise ask on a terminal whether to run code from the directory.
+        tokenizer = load_tokenizer(directory, {"trust_remote_code": False})
+        engine = cls(directory, model, tokenizer)
+        log.info("%s", engine.plan())
+        return engine
+
+    def plan(self) -> str:
+        """What was loaded and how memory is used, in one line for the user."""
+        model, cache = self.model, self.model.cache
+        experts = model.store.num_experts * len(model.store.tensors)
+        routed = 0 if model.prerouter is None else len(model.prerouter.owners)
+        return (
+            f"tier {model.tier.name}: K {model.tier.k}, {routed} layers predicted,"
+            f" LoRA on {model.lora_modules} modules; expert cache {cache.budget_bytes / 2**30:.3g} GiB"
+            f" holds {min(cache.capacity, experts)} of {experts} experts"
+        )
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        cancel: threading.Event | None = None,
+        trace: bool = False,
+    ) -> Iterator[Step]:
+        """Generate up to `max_tokens` tokens.
+
+        Args:
+            prompt_ids: token ids, at least one.
+            max_tokens: at least 1; with the prompt it must fit the model's context.
+            temperature: 0 takes the most likely token; the next four then have no effect.
+            top_p, top_k, min_p: 1, 0 and 0 switch them off; applied in the order top_p, min_p, top_k, as in
+                mlx-lm.
+            seed: of this request alone: whatever else runs, the same seed gives the same tokens. None draws
+                one.
+            ignore_eos: go on after an end token.
+            cancel: checked before every prefill chunk and every token.
+            trace: fill `Step.experts` and `Step.logits`.
+
+        Raises:
+            Edge0Error: at once for a wrong argument; while iterating when the engine is busy, when experts
+                can't be read or when logits aren't finite. The engine stays usable.
+        """
+        if max_tokens < 1:
+            raise Edge0Error(f"max_tokens: {max_tokens} must be at least 1")
+        self._check_request(prompt_ids, max_tokens)
+        sample = make_sampler(temperature, top_p, top_k, min_p, seed, self.model.vocab_size)
+        stop_ids = frozenset() if ignore_eos else self.eos_ids
+        return self._run(list(prompt_ids), max_tokens, sample, stop_ids, cancel or threading.Event(), trace)
+
+    def replay(self, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> Iterator[Step]:
+        """Process a known continuation: like a traced `generate`, but each step's token is the given one."""
+        self._check_request(prompt_ids, len(generated_ids))
+        self._check_request([*prompt_ids, *generated_ids], 0)
+        forced = iter(generated_ids)
+
+        def next_forced(_: mx.array) -> mx.array:
+            return mx.array(next(forced))
+
+        count = len(generated_ids)
+        return self._run(list(prompt_ids), count, next_forced, frozenset(), threading.Event(), trace=True)
+
+    def _check_request(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        vocab_size, context = self.model.vocab_size, self.context_length
+        if len(prompt_ids) == 0:
+            raise Edge0Error("prompt: it has no tokens; give at least one")
+        outside = [t for t in prompt_ids if not (isinstance(t, (int, np.integer)) and 0 <= t < vocab_size)]
+        if outside:
+            raise Edge0Error(
+                f"prompt: {outside[:5]} aren't token ids of this model; they must lie in 0..{vocab_size - 1}"
+            )
+        if len(prompt_ids) + max_tokens > context:
+            raise Edge0Error(
+                f"prompt: its {len(prompt_ids)} tokens and max_tokens = {max_tokens} don't fit the context of"
+                f" {context}; shorten the prompt or lower max_tokens"
+            )
+
+    def _run(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        sample: Callable[[mx.array], mx.array],
+        stop_ids: frozenset[int],
+        cancel: threading.Event,
+        trace: bool,
+    ) -> Iterator[Step]:
+        if not self._busy.acquire(blocking=False):
+            raise Edge0Error("engine: a request is running; finish or close it before the next")
+        try:
+            self.model.start()
+            self._requests += 1
+            logits = self._prefill(prompt_ids, cancel)
+            for index in range(max_tokens):
+                if logits is None or cancel.is_set():
+                    yield Step(index, -1, 0.0, "cancelled")
+                    return
+                token, logprob = self._choose(logits, sample)
+                self._generated_tokens += 1
+                finish = _finish(token in stop_ids, index + 1 == max_tokens)
+                experts = self.model.executed() if trace else None
+                logits_V = np.array(logits.astype(mx.float32)) if trace else None
+                yield Step(index, token, logprob, finish, experts, logits_V)
+                if finish is not None:
+                    return
+                logits = self.model.decode(token)
+        finally:
+            self.model.start()  # gives the request's memory back, also after an error
+            mx.clear_cache()
+            self._busy.release()
+
+    def _prefill(self, prompt_ids: list[int], cancel: threading.Event) -> mx.array | None:
+        """Logits after the prompt, or None when cancelled.
+
+        The last token goes alone, as in mlx-lm: then the large output projection is computed for it only.
+        """
+        before_last, last = prompt_ids[:-1], prompt_ids[-1:]
+        for start in range(0, len(before_last), self.prefill_chunk):
+            if cancel.is_set():
+                return None
+            self.model.prefill(before_last[start : start + self.prefill_chunk], last=False)
+        if cancel.is_set():
+            return None
+        self._prompt_tokens += len(prompt_ids)
+        return self.model.prefill(last, last=True)
+
+    def _choose(self, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> tuple[int, float]:
+        """The next token and its log-probability: a step's one evaluation, the next predictions included."""
+        token = sample(logits_V)
+        finite = mx.isfinite(logits_V).all()
+        logprob = _logprobs(logits_V)[token]
+        mx.eval(token, logprob, finite, self.model.pending())
+        if not finite.item():
+            raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
+        return int(token), float(logprob)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since loading; `dropped_experts` is always 0."""
+        model, cache, store = self.model, self.model.cache, self.model.store
+        return {
+            "requests": self._requests,
+            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens": self._generated_tokens,
+            "predicted_steps": 0 if model.prerouter is None else model.prerouter.predicted_steps,
+            "dropped_experts": model.log.dropped,
+            "expert_loads": store.loads,
+            "expert_bytes": store.bytes_read,
+            "expert_hits": cache.hits,
+            "expert_misses": cache.misses,
+            "expert_evictions": cache.evictions,
+            "blocked_load_seconds": store.read_seconds,
+            "expert_cache_bytes": cache.used_bytes,
+            "expert_cache_budget_bytes": cache.budget_bytes,
+        }
+
+    def close(self) -> None:
+        """Close the checkpoint's files; the engine can't be used afterwards."""
+        self.model.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _logprobs(logits_V: mx.array) -> mx.array:
+    """In fp32, whatever the model computes in."""
+    logits_V = logits_V.astype(mx.float32)
+    return logits_V - mx.logsumexp(logits_V)
+
+
+def _finish(at_end: bool, at_limit: bool) -> FinishReason | None:
+    if at_end:
+        return "stop"
+    return "length" if at_limit else None
+
+
+def make_sampler(
+    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, vocab_size: int
+) -> Callable[[mx.array], mx.array]:
+    """A request's sampler: logits [vocabulary] -> token id; every call draws on the request's own key.
+
+    mlx-lm's sampler draws on the process-wide state, so that a seed would not fix a request's tokens.
+    """
+    for name, value, allowed, text in (
+        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0"),
+        ("top_p", top_p, 0 < top_p <= 1, "larger than 0 and at most 1"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0: off)"),
+        ("min_p", min_p, 0 <= min_p <= 1, "between 0 and 1 (0: off)"),
+    ):
+        if not allowed:
+            raise Edge0Error(f"{name}: {value!r} must be {text}")
+    if temperature == 0:
+        return mx.argmax
+    key = mx.random.key(int.from_bytes(os.urandom(8)) if seed is None else seed % 2**64)
+
+    def sample(logits_V: mx.array) -> mx.array:
+        nonlocal key
+        key, step_key = mx.random.split(key)
+        logprobs_1V = _logprobs(logits_V)[None]
+        if top_p < 1:
+            logprobs_1V = apply_top_p(logprobs_1V, top_p)
+        if min_p > 0:
+            logprobs_1V = apply_min_p(logprobs_1V, min_p)
+        if 0 < top_k < vocab_size:
+            logprobs_1V = apply_top_k(logprobs_1V, top_k)
+        return mx.random.categorical(logprobs_1V[0] / temperature, key=step_key)
+
+    return sample
+
+
+def _eos_ids(directory: Path, tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """End tokens: the union of what generation_config.json, config.json and the tokenizer name."""
+    ids: set[int] = set(tokenizer.eos_token_ids)
+    config = _read_json(directory / "config.json")
+    for source in (_read_json(directory / "generation_config.json"), config, config.get("text_config", {})):
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return strict_json(path.read_bytes())
+    except ValueError as error:
+        raise Edge0Error(f"{path}: not valid JSON ({error}); copy it from the base again") from error

@@ -1,0 +1,150 @@
+"""Experts as byte ranges of the checkpoint's own files.
+
+A layer's routed experts are nine stacked tensors (three projections, each weight, scales and biases); expert
+e is the e-th slice of each, so one expert is nine byte ranges. This module knows files and bytes and nothing
+of MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
+from edge0_runtime.contract.tier import Tier
+
+FLOATS = ("BF16", "F16", "F32")
+DTYPES = {"weight": ("U32",), "scales": FLOATS, "biases": FLOATS}  # of MLX's affine quantisation
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """Where one of a layer's stacked expert tensors lies, and what one expert's slice of it looks like.
+
+    Attributes:
+        projection: gate_proj, up_proj or down_proj. part: weight, scales or biases.
+        dtype: safetensors' name (U32, BF16, ...). shape: of one expert's slice.
+        path: the file. start: absolute offset of expert 0 in bytes. nbytes: of one expert's slice.
+    """
+
+    projection: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    nbytes: int
+
+
+class ExpertStore:
+    """Reads single experts; files are opened once and stay open, so a renamed or deleted file does no harm.
+
+    Attributes:
+        tensors: layer -> the layer's expert tensors. num_experts: experts per layer.
+        loads, bytes_read, read_seconds: experts read so far, their bytes, and the time spent in it.
+    """
+
+    def __init__(self, tensors: Mapping[int, tuple[ExpertTensor, ...]], num_experts: int) -> None:
+        self.tensors = dict(tensors)
+        self.num_experts = num_experts
+        self.loads = 0
+        self.bytes_read = 0
+        self.read_seconds = 0.0
+        self._files: dict[Path, int] = {}
+        try:
+            for path in sorted({tensor.path for layer in self.tensors.values() for tensor in layer}):
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.close()
+            raise Edge0Error(f"{error.filename}: can't be opened: {error.strerror}") from error
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, tier: Tier) -> ExpertStore:
+        """The experts of all MoE layers.
+
+        Raises one Edge0Error listing every expert tensor that is missing, misshapen or of a wrong dtype.
+        """
+        offenders: list[str] = []
+        tensors = {
+            layer: tuple(_locate(checkpoint, tier, layer, offenders))
+            for layer in tier.layout.moe_layers(tier.architecture)
+        }
+        if offenders:
+            raise Edge0Error(
+                f"experts: {'; '.join(offenders)}; serving needs an int4 MLX checkpoint with stacked experts"
+            )
+        return cls(tensors, tier.num_experts)
+
+    def expert_nbytes(self, layer: int) -> int:
+        """Bytes of one expert of `layer`."""
+        return sum(tensor.nbytes for tensor in self.tensors[layer])
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all experts of all layers."""
+        return self.num_experts * sum(self.expert_nbytes(layer) for layer in self.tensors)
+
+    def read_into(self, layer: int, expert: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`: one for each tensor of the layer, in order, writable bytes of the tensor's `nbytes`.
+
+        Raises Edge0Error naming file, offset, wanted and got when the disk or the file fails; the buffers'
+        contents are then undefined.
+        """
+        began = time.perf_counter()
+        for tensor, buffer in zip(self.tensors[layer], buffers, strict=True):
+            self._read(tensor, tensor.start + expert * tensor.nbytes, buffer)
+        self.loads += 1
+        self.bytes_read += self.expert_nbytes(layer)
+        self.read_seconds += time.perf_counter() - began
+
+    def _read(self, tensor: ExpertTensor, offset: int, buffer: memoryview) -> None:
+        if tensor.path not in self._files:
+            raise Edge0Error(f"{tensor.path}: the expert store is closed; load the engine again")
+        got, wanted, reason = 0, len(buffer), "the file was truncated or replaced; restore it"
+        try:
+            # Positional reads, since several threads may read one file.
+            while got < wanted and (count := os.preadv(self._files[tensor.path], [buffer[got:]], offset + got)):
+                got += count
+        except OSError as error:
+            reason = f"{error.strerror}; check the disk"
+        if got < wanted:
+            raise Edge0Error(
+                f"{tensor.path}: reading {tensor.projection}.{tensor.part} of an expert at offset {offset} failed:"
+                f" wanted {wanted} bytes, got {got}: {reason}"
+            )
+
+    def close(self) -> None:
+        """Close the files; may be called again."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def _locate(checkpoint: Checkpoint, tier: Tier, layer: int, offenders: list[str]) -> Iterator[ExpertTensor]:
+    """The nine expert tensors of a layer; what is wrong with one is added to `offenders`."""
+    for projection in PROJECTIONS:
+        for part in QUANTISED_PARTS:
+            name = tier.layout.expert_tensor(layer, projection, part)
+            if name not in checkpoint.entries:
+                offenders.append(f"{name} is missing")
+                continue
+            header, entry = checkpoint.entries[name]
+            if len(entry.shape) != 3 or entry.shape[0] != tier.num_experts:
+                offenders.append(f"{name} has shape {list(entry.shape)}, not [{tier.num_experts}, out, in]")
+                continue
+            if entry.dtype not in DTYPES[part]:
+                offenders.append(f"{name} has dtype {entry.dtype}, not {' or '.join(DTYPES[part])}")
+                continue
+            yield ExpertTensor(
+                projection=projection,
+                part=part,
+                dtype=entry.dtype,
+                shape=entry.shape[1:],
+                path=header.path,
+                start=entry.start,
+                nbytes=(entry.end - entry.start) // tier.num_experts,
+            )

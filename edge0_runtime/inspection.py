@@ -1,0 +1,230 @@
+"""What can be said of a tier or a model directory without loading weights: plain data, and text for people.
+
+Reads headers, adapters and a few MiB of the base (its fingerprint); no MLX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from edge0_runtime.contract.artifacts import (
+    KINDS,
+    Adapter,
+    Kind,
+    check_binding,
+    read_adapter,
+    upstream_problems,
+)
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.strict_safetensors import read_header
+from edge0_runtime.contract.tier import Tier, builtin_tier, builtin_tier_names
+
+F16_BYTES = 2
+
+
+def describe_tier(tier: Tier) -> dict[str, Any]:
+    """A tier's fields, and every tensor of its two files with its shape; payload bytes are those of F16."""
+    heads, lora = tier.head_tensors(), tier.lora_tensors()
+    return tier.to_dict() | {
+        "heads": {"count": len(tier.owners), "payload_bytes": _payload(heads), "tensors": _shapes(heads)},
+        "lora_file": {
+            "pairs": len(tier.lora_modules()),
+            "payload_bytes": _payload(lora),
+            "tensors": _shapes(lora),
+        },
+    }
+
+
+def tier_text(data: Mapping[str, Any]) -> str:
+    """`describe_tier` for people."""
+    heads, lora = data["heads"], data["lora_file"]
+    lines = [
+        tier_line(data),
+        f"router {_fields(data['router'])}",
+        f"one-hots {data['feature_topk']}, first token {data['first_token']}",
+        f"owners {_runs(data['owners'])}",
+        f"consumers {_runs(data['consumers'])}",
+        "",
+        f"heads {heads['count']}, {heads['payload_bytes']} B",
+        *_tensor_lines(heads["tensors"]),
+        "",
+        f"LoRA {lora['pairs']} pairs, {lora['payload_bytes']} B",
+        f"r {data['lora']['r']}, alpha {data['lora']['alpha']:g}",
+        *_tensor_lines(lora["tensors"]),
+    ]
+    return "\n".join(lines)
+
+
+def tier_line(data: Mapping[str, Any]) -> str:
+    """One line of the list of tiers."""
+    arch = data["architecture"]
+    experts = f"K {arch['num_experts_per_tok']} -> {data['k']} of {arch['num_experts']} experts"
+    return f"{data['name']}: {data['model']} ({data['family']}), {arch['num_hidden_layers']} layers, {experts}"
+
+
+def inspect(model_dir: Path, tier_name: str | None = None) -> dict[str, Any]:
+    """Base, adapters, whether they belong together, and what the public project's runtime would not load.
+
+    Raises Edge0Error where the base or an adapter file is damaged; whole files that do not belong together
+    are reported.
+    """
+    checkpoint = Checkpoint.open(model_dir)
+    fingerprint = checkpoint.fingerprint()
+    adapters = {kind: _find(model_dir, kind, tier_name) for kind in KINDS}
+    tiers = [adapter.tier for adapter in adapters.values() if adapter is not None]
+    return {
+        "model_dir": str(model_dir),
+        "base": _base(checkpoint, fingerprint, tiers[0] if tiers else None),
+        **{kind: None if adapter is None else _adapter(adapter) for kind, adapter in adapters.items()},
+        "problems": _problems(checkpoint, fingerprint, adapters),
+    }
+
+
+def inspection_text(data: Mapping[str, Any]) -> str:
+    """`inspect` for people."""
+    base = data["base"]
+    lines = [f"base {data['model_dir']}", *(f"  {key}: {_value(value)}" for key, value in base.items())]
+    for kind in KINDS:
+        adapter = data[kind]
+        if adapter is None:
+            lines += ["", f"{kind}: no file"]
+            continue
+        lines += ["", f"{kind} {adapter['file']}"]
+        plain = {k: v for k, v in adapter.items() if k not in ("file", "provenance", "upstream_problems")}
+        lines += [f"  {key}: {_value(value)}" for key, value in plain.items()]
+        lines += _provenance_lines(adapter["provenance"])
+        lines += [f"  not loadable upstream: {problem}" for problem in adapter["upstream_problems"]]
+        lines += ["  loads upstream: yes"] * (not adapter["upstream_problems"])
+    lines += ["", "belong together: " + ("no" if data["problems"] else "yes")]
+    return "\n".join(lines + [f"  {problem}" for problem in data["problems"]])
+
+
+# -- parts of the data -------------------------------------------------------------------------------------
+
+
+def _find(model_dir: Path, kind: Kind, tier_name: str | None) -> Adapter | None:
+    paths = sorted(model_dir.glob(f"{kind}_edge0_{tier_name or '*'}.safetensors"))
+    if len(paths) > 1:
+        raise Edge0Error(f"{model_dir}: {', '.join(path.name for path in paths)}: choose one with --tier")
+    if not paths:
+        return None
+    name = paths[0].stem.removeprefix(f"{kind}_edge0_")
+    return read_adapter(paths[0], kind, builtin_tier(name) if name in builtin_tier_names() else None)
+
+
+def _base(checkpoint: Checkpoint, fingerprint: str, tier: Tier | None) -> dict[str, Any]:
+    sizes = {name: entry.end - entry.start for name, (_, entry) in checkpoint.entries.items()}
+    quantization = checkpoint.config.get("quantization") or {}
+    overrides = [name for name, value in quantization.items() if isinstance(value, Mapping)]
+    data = {
+        "model_type": checkpoint.config.get("model_type"),
+        "fingerprint": fingerprint,
+        "quantization": {k: v for k, v in quantization.items() if k not in overrides} or None,
+        "quantization_overrides": len(overrides),
+        "shards": sorted({header.path.name for header, _ in checkpoint.entries.values()}),
+        "tensors": len(sizes),
+        "payload_bytes": sum(sizes.values()),
+        "template_hash": checkpoint.template_hash(),
+    }
+    if tier is not None:
+        experts = f".{tier.layout.experts}."
+        data["expert_bytes"] = sum(size for name, size in sizes.items() if experts in name)
+    return data
+
+
+def _adapter(adapter: Adapter) -> dict[str, Any]:
+    tier, header = adapter.tier, read_header(adapter.path)
+    data = {
+        "file": adapter.path.name,
+        "sha256": adapter.sha256,
+        "contract": "in the file" if adapter.has_contract else f"none; built-in tier {tier.name}",
+        "tier": tier.name,
+        "model": tier.model,
+        "k": tier.k,
+        "tensors": len(header.entries),
+        "dtypes": sorted({entry.dtype for entry in header.entries.values()}),
+        "payload_bytes": sum(entry.end - entry.start for entry in header.entries.values()),
+    }
+    if adapter.kind == "prerouter":
+        data |= {
+            "router": _fields(tier.to_dict()["router"]),
+            "feature_topk": tier.feature_topk,
+            "first_token": tier.first_token,
+            "owners": list(tier.owners),
+            "consumers": list(tier.consumers),
+        }
+    else:
+        data |= {"r": tier.lora.r, "alpha": tier.lora.alpha, "targets": list(tier.lora.targets)}
+    provenance = None if adapter.provenance is None else adapter.provenance.to_dict()
+    return data | {"provenance": provenance, "upstream_problems": upstream_problems(adapter)}
+
+
+def _problems(checkpoint: Checkpoint, fingerprint: str, adapters: Mapping[Kind, Adapter | None]) -> list[str]:
+    """Why the engine would refuse the directory, and what it could not check."""
+    problems = [f"{kind}: no file" for kind, adapter in adapters.items() if adapter is None]
+    checks: list[Callable[[], list[str] | None]] = [
+        partial(checkpoint.check_architecture, adapter.tier) for adapter in adapters.values() if adapter
+    ]
+    checks.append(partial(check_binding, fingerprint, adapters["prerouter"], adapters["lora"]))
+    for check in checks:
+        try:
+            problems += check() or []
+        except Edge0Error as problem:
+            problems.append(str(problem))
+    return list(dict.fromkeys(problems))  # both adapters' tiers may differ from the base in the same way
+
+
+# -- text --------------------------------------------------------------------------------------------------
+
+
+def _payload(tensors: Mapping[str, tuple[int, int]]) -> int:
+    return F16_BYTES * sum(math.prod(shape) for shape in tensors.values())
+
+
+def _shapes(tensors: Mapping[str, tuple[int, int]]) -> dict[str, list[int]]:
+    return {name: list(shape) for name, shape in tensors.items()}
+
+
+def _tensor_lines(tensors: Mapping[str, list[int]]) -> list[str]:
+    return [f"  {name} {shape}" for name, shape in tensors.items()]
+
+
+def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
+    if provenance is None:
+        return ["  provenance: none"]
+    lines = [f"  {key}: {_value(value)}" for key, value in provenance.items() if key != "phases"]
+    for phase in provenance["phases"]:
+        lines.append(f"  phase {phase['phase']} ({phase['run_id']}, {phase['time']})")
+        lines.append(f"    {_fields({k: phase[k] for k in ('seed', 'steps', 'tokens', 'rows')})}")
+        lines.append(f"    metrics: {_fields(phase['metrics'])}")
+        lines += [f"    parent {name}: {value}" for name, value in phase["parents"].items()]
+    return lines
+
+
+def _fields(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return _fields(value)
+    if isinstance(value, list):
+        numbers = all(type(item) is int for item in value)
+        return _runs(value) if numbers else ", ".join(map(str, value))
+    return "none" if value is None else str(value)
+
+
+def _runs(numbers: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1..3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

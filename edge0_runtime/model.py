@@ -1,0 +1,259 @@
+"""The served model: mlx-lm's network on the int4 base; experts streamed, routing predicted, LoRA unmerged.
+
+The mathematics is mlx-lm's. In every MoE block two submodules are replaced, the gate and the expert call, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import psutil
+from mlx_lm.utils import load_model
+
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, read_adapter
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Tier, builtin_tier, builtin_tier_names
+from edge0_runtime.experts.cache import ExpertCache
+from edge0_runtime.experts.store import ExpertStore
+from edge0_runtime.experts.streaming import StreamingSwitchGLU
+from edge0_runtime.lora import apply_lora
+from edge0_runtime.prerouter import PreroutedGate, Prerouter
+from edge0_runtime.routing import RoutingLog
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The tier of a model directory, and those of its two adapter files that are served.
+
+    Either file's tier serves both: `check_binding` refuses two that differ (the LoRA's own layout aside).
+    """
+
+    tier: Tier
+    prerouter: Adapter | None
+    lora: Adapter | None
+
+
+def find_adapters(directory: Path, *, prerouter: bool, lora: bool, tier_name: str | None) -> Adapters:
+    """Read the wanted adapter files of `directory` and find out the tier.
+
+    The tier is the one in the files' contract; for files without one, and for serving without any, the
+    built-in tier `tier_name` (or the one in the file's name). Raises Edge0Error naming the missing file and
+    the flag that does without.
+    """
+    found = {kind: _find_file(directory, kind, tier_name) for kind in KINDS}
+    wanted: dict[Kind, bool] = {"prerouter": prerouter, "lora": lora}
+    served: dict[Kind, Adapter | None] = {"prerouter": None, "lora": None}
+    for kind, path in found.items():
+        if not wanted[kind]:
+            continue
+        if path is None:
+            name = f"{kind}_edge0_{tier_name or '<tier>'}.safetensors"
+            raise Edge0Error(
+                f"{directory / name}: file not found; put the exported file there, or serve without it: --no-{kind}"
+            )
+        served[kind] = _read(path, kind)
+    known = served["prerouter"] or served["lora"]
+    if known is None:  # no file is served, but what one was made for still says the K
+        known = next((_read(path, kind) for kind, path in found.items() if path is not None), None)
+    if known is None and tier_name is None:
+        raise Edge0Error(f"{directory}: no adapter file there names a tier; choose one with --tier")
+    return Adapters(known.tier if known else builtin_tier(str(tier_name)), served["prerouter"], served["lora"])
+
+
+def _find_file(directory: Path, kind: Kind, tier_name: str | None) -> Path | None:
+    paths = sorted(directory.glob(f"{kind}_edge0_{tier_name or '*'}.safetensors"))
+    if len(paths) > 1:
+        raise Edge0Error(f"{directory}: {', '.join(path.name for path in paths)}: choose one with --tier")
+    return paths[0] if paths else None
+
+
+def _read(path: Path, kind: Kind) -> Adapter:
+    name = path.stem.removeprefix(f"{kind}_edge0_")
+    return read_adapter(path, kind, fallback_tier=builtin_tier(name) if name in builtin_tier_names() else None)
+
+
+class ServedModel:
+    """The network of one model directory and the state of the one sequence that it is processing.
+
+    Attributes:
+        tier: what is served. lora_modules: how many modules carry a LoRA.
+        fingerprint, prerouter_sha256, lora_sha256: of the base and the served files (None for one that isn't
+            served).
+        vocab_size, context_length: limits of a request, in ids and tokens.
+        store, cache: the experts on disk and in memory. prerouter: None when layers keep their own gates.
+        log: what the last forward pass routed to.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, fingerprint: str, adapters: Adapters, budget_bytes: int | None) -> None:
+        """`fingerprint` is the checkpoint's. `budget_bytes` is for the expert cache.
+
+        Without a budget it takes a quarter of the machine's memory, or what all experts need if that is less.
+        """
+        tier = adapters.tier
+        _check_supported(tier)
+        self.tier = tier
+        self.vocab_size: int = tier.architecture["vocab_size"]  # equal to config.json's, checked in `build`
+        self.context_length = _context_length(checkpoint)
+        self.fingerprint = fingerprint
+        self.prerouter_sha256, self.lora_sha256 = (
+            None if adapter is None else adapter.sha256 for adapter in (adapters.prerouter, adapters.lora)
+        )
+        self.store = ExpertStore.open(checkpoint, tier)
+        try:
+            budget = _default_budget(self.store) if budget_bytes is None else budget_bytes
+            self.cache = ExpertCache(self.store, budget)
+            self.log = RoutingLog()
+            self._network = _load_network(checkpoint.directory)
+            # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
+            # slower (parity.md 0.4). On Metal everything stays as the files have it.
+            on_cpu = mx.default_device().type == mx.DeviceType.cpu
+            adapter_dtype = mx.float32 if on_cpu else mx.float16
+            heads = adapters.prerouter
+            self.prerouter = None if heads is None else Prerouter(tier, heads.tensors, adapter_dtype)
+            self._wrap_blocks()
+            if on_cpu:
+                self._network.set_dtype(mx.float32)
+            lora = adapters.lora
+            self.lora_modules = 0
+            if lora is not None:
+                self.lora_modules = apply_lora(self._network, lora.tensors, lora.tier.lora, adapter_dtype)
+            _evaluate(self._network)
+        except BaseException:
+            self.store.close()
+            raise
+        self.start()
+
+    def _wrap_blocks(self) -> None:
+        layout = self.tier.layout
+        modules = dict(self._network.named_modules())
+        for layer in layout.moe_layers(self.tier.architecture):
+            path, _, experts = f"{layout.layer_path(layer)}.{layout.experts}".rpartition(".")
+            block = modules[path]
+            block[experts] = StreamingSwitchGLU(block[experts], layer, self.cache, self.log)
+            block.top_k = self.tier.k
+            block.norm_topk_prob = True  # method.md 1.2; a config may lack the field
+            block.gate = PreroutedGate(block.gate, layer, self.prerouter, self.log)
+
+    # -- one sequence ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a new sequence; nothing of the last one remains."""
+        self._kv = self._network.make_cache()
+        self._step = 0
+        self._predictions: mx.array | None = None
+        self.log.clear()
+        if self.prerouter is not None:
+            self.prerouter.reset()
+
+    def prefill(self, token_ids: Sequence[int], *, last: bool) -> mx.array | None:
+        """Process a chunk of the prompt.
+
+        Returns:
+            Logits [vocabulary] after the chunk's last token when `last`, not evaluated yet; else None, and
+            the chunk is done.
+        """
+        if self.prerouter is not None:
+            self.prerouter.begin_prefill()
+        logits = self._forward(token_ids)
+        if last:
+            self._predict()
+            return logits
+        mx.eval([entry.state for entry in self._kv])
+        mx.clear_cache()  # a chunk's stacks have odd sizes that the allocator would keep
+        return None
+
+    def decode(self, token_id: int) -> mx.array:
+        """Process one generated token: logits [vocabulary] for the next, not evaluated yet."""
+        if self.prerouter is not None:
+            self.prerouter.begin_decode(self._step)
+        self._step += 1
+        logits = self._forward([token_id])
+        self._predict()
+        return logits
+
+    def executed(self) -> np.ndarray:
+        """Experts of the last token processed: [MoE layers, K], sorted."""
+        return np.stack([np.sort(self.log.executed[layer][-1]) for layer in sorted(self.log.executed)])
+
+    def pending(self) -> list[mx.array]:
+        """Predictions for the next token: to be evaluated together with the logits."""
+        return [] if self._predictions is None else [self._predictions]
+
+    def _forward(self, token_ids: Sequence[int]) -> mx.array:
+        logits_1TV = self._network(mx.array([list(token_ids)]), cache=self._kv)
+        if self.prerouter is not None:
+            self.prerouter.advance(self.log.executed)
+        return logits_1TV[0, -1]
+
+    def _predict(self) -> None:
+        self._predictions = None if self.prerouter is None else self.prerouter.predict()
+
+    def close(self) -> None:
+        """Close the files of the experts."""
+        self.store.close()
+
+
+def build(
+    directory: Path,
+    *,
+    prerouter: bool,
+    lora: bool,
+    budget_bytes: int | None,
+    allow_mismatch: bool,
+    tier_name: str | None,
+) -> ServedModel:
+    """Check a model directory strictly, then load it. Bindings that can't be checked are logged as warnings."""
+    checkpoint = Checkpoint.open(directory)
+    adapters = find_adapters(directory, prerouter=prerouter, lora=lora, tier_name=tier_name)
+    checkpoint.check_architecture(adapters.tier)
+    fingerprint = checkpoint.fingerprint()
+    for note in check_binding(fingerprint, adapters.prerouter, adapters.lora, allow_mismatch):
+        log.warning("%s", note)
+    return ServedModel(checkpoint, fingerprint, adapters, budget_bytes)
+
+
+def _check_supported(tier: Tier) -> None:
+    if tier.router.kind != "softmax_topk" or tier.router.scaling != 1.0:
+        raise Edge0Error(
+            f"tier.router: {tier.router.kind} with scaling {tier.router.scaling} isn't served;"
+            " serve a softmax_topk tier with scaling 1"
+        )
+
+
+def _context_length(checkpoint: Checkpoint) -> int:
+    value = checkpoint.text_config().get("max_position_embeddings")
+    if type(value) is not int or value < 1:
+        raise Edge0Error(
+            f"{checkpoint.directory / 'config.json'}: max_position_embeddings: {value!r} must be the context length"
+            " in tokens; copy config.json from the base again"
+        )
+    return value
+
+
+def _default_budget(store: ExpertStore) -> int:
+    return min(store.total_nbytes, psutil.virtual_memory().total // 4)
+
+
+def _load_network(directory: Path) -> nn.Module:
+    """mlx-lm's model; nothing is read from the files yet."""
+    try:
+        network, _ = load_model(directory, lazy=True)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
+    return network
+
+
+def _evaluate(network: nn.Module) -> None:
+    """Read all resident arrays now, parameters or not: a lazy array belongs to the thread that made it."""
+    for module in network.modules():
+        mx.eval([value for value in module.values() if isinstance(value, mx.array)])

@@ -1,0 +1,163 @@
+"""The prerouter at serve time: which step predicts, from what, and what the gates see (method.md 1.3, 1.4).
+
+Owner N's head, evaluated on input t, gives the router logits of layer N+1 on input t+1. The block's own
+softmax, top-k and renormalisation turn them into a routing: there is one routing rule, and what is predicted
+is what is routed.
+
+One request drives the state, in this order: `reset`; per prefill chunk `begin_prefill`, forward, `advance`;
+per decode step `begin_decode(step)`, forward, `advance`. `predict` after the last chunk and after every step
+evaluates all heads at once. Whether a forward pass is prefill or decode is told, never guessed from its
+length: a prompt's last chunk may be one token.
+
+Shapes: O owners, T tokens, K experts per token, E experts, D hidden size, W head width, I = D + 2E head input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from edge0_runtime.contract.tier import Tier
+from edge0_runtime.routing import RoutingLog, route
+
+
+class Prerouter:
+    """All heads of a tier, stacked, and the state of the request that is running.
+
+    Owners whose next layer keeps its own gate are left out: their output has no use.
+
+    Attributes:
+        owners: owner layers in use, one head each.
+        predicted_steps: decode steps routed by prediction since construction.
+    """
+
+    def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray], dtype: mx.Dtype) -> None:
+        """`tensors` is the content of the prerouter file; the heads compute in `dtype`."""
+        self.tier = tier
+        self.owners = tuple(n for n in tier.owners if n + 1 in tier.consumers)
+        self.predicted_steps = 0
+        self._dtype = dtype
+        self._fc1_OIW = self._stack(tensors, "fc1")
+        self._fc2_OWE = self._stack(tensors, "fc2")
+        self._linear_init_OIE = self._stack(tensors, "linear_init")
+        self._zeros_OE = mx.zeros((len(self.owners), tier.num_experts), dtype)
+        mx.eval(self._fc1_OIW, self._fc2_OWE, self._linear_init_OIE, self._zeros_OE)
+        self.reset()
+
+    def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
+        stacked = np.stack([tensors[f"layers.{n}.{part}.weight"].T for n in self.owners])
+        return mx.array(stacked).astype(self._dtype)
+
+    # -- the timeline, driven by the request -----------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything: a new request begins."""
+        self._capturing = self._predicting = False
+        self._hidden: dict[int, mx.array] = {}  # owner -> its last MoE input [D]
+        self._own_choice: dict[int, mx.array] = {}  # owner -> its own gate's last choices [<=2, K] (teacher)
+        self._current_OE = self._previous_OE = self._zeros_OE  # routing of the last captured input, and before
+        self._pending_OE: mx.array | None = None  # logits for the consumers' next input
+
+    def begin_prefill(self) -> None:
+        """The next forward pass processes a chunk of the prompt."""
+        # Under "gate" the first decode step has no history: what the prompt routed to is not kept.
+        self._begin(capturing=self.tier.first_token == "predicted", predicting=False)
+
+    def begin_decode(self, step: int) -> None:
+        """The next forward pass processes the input of decode step `step`, from 0 (input P + step)."""
+        self._begin(capturing=True, predicting=step > 0 or self.tier.first_token == "predicted")
+        self.predicted_steps += self._predicting
+
+    def _begin(self, capturing: bool, predicting: bool) -> None:
+        self._capturing, self._predicting = capturing, predicting
+        self._hidden, self._own_choice = {}, {}
+
+    def advance(self, executed: Mapping[int, np.ndarray]) -> None:
+        """Take over the routing of the forward pass that just ran; `executed` is layer -> [T, K]."""
+        if not self._capturing:
+            return
+        if self.tier.feature_topk == "executed":
+            last_OTK = mx.array(np.stack([executed[n][-2:] for n in self.owners]))
+        else:
+            last_OTK = mx.stack([self._own_choice[n] for n in self.owners])
+        last_OTE = self._multi_hot(last_OTK)
+        # A pass of one token continues the sequence: the input before it belongs to the pass before.
+        self._previous_OE = last_OTE[:, -2] if last_OTE.shape[1] > 1 else self._current_OE
+        self._current_OE = last_OTE[:, -1]
+
+    def predict(self) -> mx.array | None:
+        """All heads in one go: logits [O, E] for the next input, to be evaluated by the caller.
+
+        None if the pass captured nothing (prefill under "gate").
+        """
+        if not self._capturing:
+            return None
+        hidden_OD = mx.stack([self._hidden[n] for n in self.owners])
+        x_O1I = mx.concatenate([hidden_OD, self._current_OE, self._previous_OE], axis=-1)[:, None, :]
+        hidden_O1W = nn.gelu(x_O1I @ self._fc1_OIW)  # the exact (erf) GELU
+        self._pending_OE = (hidden_O1W @ self._fc2_OWE + x_O1I @ self._linear_init_OIE).squeeze(1)
+        return self._pending_OE
+
+    def _multi_hot(self, indices_OTK: mx.array) -> mx.array:
+        zeros_OTE = mx.zeros((*indices_OTK.shape[:-1], self.tier.num_experts), self._dtype)
+        return mx.put_along_axis(zeros_OTE, indices_OTK, mx.array(1.0, self._dtype), axis=-1)
+
+    # -- what the layers' gates ask --------------------------------------------------------------------------
+
+    def predicts(self, layer: int) -> bool:
+        """Whether `layer` is routed by prediction in the running forward pass."""
+        return self._predicting and layer in self.tier.consumers
+
+    def prediction(self, layer: int) -> mx.array:
+        """Predicted router logits [E] of `layer` for the running decode step."""
+        if self._pending_OE is None:
+            raise RuntimeError(f"layer {layer}: a predicted step without predictions; predict() was not called")
+        return self._pending_OE[self.owners.index(layer - 1)]
+
+    def wants_own_choice(self, layer: int) -> bool:
+        """Whether the layer's own gate is a feature of its head in the running pass, whatever is executed."""
+        return self._capturing and layer in self.owners and self.tier.feature_topk == "teacher"
+
+    def observe_input(self, layer: int, x_TD: mx.array) -> None:
+        """Capture a layer's MoE input, if it is an owner's in a pass that captures."""
+        if self._capturing and layer in self.owners:
+            self._hidden[layer] = x_TD[-1].astype(self._dtype)
+
+    def observe_own_choice(self, layer: int, logits_TE: mx.array) -> None:
+        """Capture what a layer's own gate would choose, if wanted."""
+        if self.wants_own_choice(layer):
+            self._own_choice[layer], _ = route(self.tier.router, logits_TE[-2:], self.tier.k)
+
+
+class PreroutedGate(nn.Module):
+    """Drop-in for a softmax-top-k block's `mlp.gate`: x [1, T, D] -> router logits [1, T, E].
+
+    They are the gate's own or predicted; without a prerouter always its own, and logged all the same.
+    """
+
+    def __init__(self, inner: nn.Module, layer: int, prerouter: Prerouter | None, log: RoutingLog) -> None:
+        super().__init__()
+        self.inner = inner
+        self._layer = layer
+        self._prerouter = prerouter
+        self._log = log
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits = self.inner(x) if self._prerouter is None else self._route(x, self._prerouter)
+        self._log.logits[self._layer] = logits[0, -1]
+        return logits
+
+    def _route(self, x: mx.array, prerouter: Prerouter) -> mx.array:
+        predicted = prerouter.predicts(self._layer)
+        prerouter.observe_input(self._layer, x[0])
+        if not predicted or prerouter.wants_own_choice(self._layer):
+            own = self.inner(x)
+            prerouter.observe_own_choice(self._layer, own[0])
+        if not predicted:
+            return own
+        if x.shape[:2] != (1, 1):
+            raise RuntimeError(f"layer {self._layer}: a predicted step has one token, got {x.shape[:2]}")
+        return prerouter.prediction(self._layer).reshape(1, 1, -1).astype(x.dtype)

@@ -1,0 +1,11 @@
+"""The OpenAI-compatible HTTP server. Public: `app.create_app`, `app.bind`, `app.serve`.
+
+app.py     the endpoints
+answer.py  one answer as JSON or as server-sent events
+schema.py  what a request may hold, and errors in OpenAI's shape
+guard.py   who may talk to the server: address, Host, Origin, API key, body size
+worker.py  the one thread that generates, and its bounded queue
+text.py, sampling.py  prompts, pieces of text, stop strings, sampling defaults; the command line uses them too
+
+Nothing is imported here, so that the command line gets the last two without FastAPI.
+"""

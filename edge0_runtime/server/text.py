@@ -1,0 +1,124 @@
+"""Between text and token ids: chat prompts in, text pieces out.
+
+A `TextStream` is the only way from tokens to text, streamed or not, so both give the same characters. It
+holds back what a later token may still change: an unfinished character, the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from edge0_runtime.contract.errors import Edge0Error
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Decode = Callable[[list[int]], str]
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+MAX_PENDING = 3  # a UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the last one
+
+
+def chat_ids(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation in the model's own chat template, ready for the assistant's answer.
+
+    Raises Edge0Error where the model has no template, or the template refuses the conversation.
+    """
+    if not tokenizer.has_chat_template:
+        raise Edge0Error("chat template: this model has none; use `edge0_runtime generate` with raw text")
+    turns = [dict(message) for message in messages]
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    except TemplateError as problem:
+        raise Edge0Error(f"messages: the model's chat template refuses them: {problem}") from problem
+    return ids
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """ids -> text: without special tokens, and with the spaces that the model wrote."""
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class TextStream:
+    """Text of one answer, token by token. `add` returns what is final; `stopped`: a stop string has come."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self._characters = _Characters(decode)
+        self._stops = _Stops(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.reached
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; often empty."""
+        return self._stops.feed(self._characters.add(token))
+
+    def finish(self) -> str:
+        """What was held back. An unfinished character at the very end comes out once, as U+FFFD."""
+        return self._stops.feed(self._characters.finish()) + self._stops.finish()
+
+
+class _Characters:
+    """Tokens to whole characters.
+
+    The last window of tokens is decoded again with each new token, since a decoder may treat the first token
+    of a text in its own way (a stripped leading space) and a character may span tokens. mlx-lm's streaming
+    detokenisers drop the leading space of an answer, which decoding it as a whole keeps.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._given = ""  # the part of decode(window) that was handed out
+
+    def add(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)[len(self._given) :]
+        whole = text.rstrip(REPLACEMENT)
+        # More replacements than one unfinished character can cause: the model really wrote broken bytes.
+        whole = max(whole, text[:-MAX_PENDING], key=len)
+        self._given += whole
+        if whole and len(whole) == len(text):  # nothing pending: one token is enough context for the next
+            self._window = [token]
+            self._given = self._decode(self._window)
+        return whole
+
+    def finish(self) -> str:
+        rest = self._decode(self._window)[len(self._given) :]
+        self._given += rest
+        return rest
+
+
+class _Stops:
+    """Cuts text before the stop string that is completed first (the longest of those that end together)."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.reached = False
+
+    def feed(self, text: str) -> str:
+        if self.reached:
+            return ""
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.reached = True
+            cut = min(found)[1]
+        else:
+            cut = len(self._held) - max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def finish(self) -> str:
+        rest, self._held = ("" if self.reached else self._held), ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, `stop` itself excluded."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,106 @@
+"""The student path three ways: parallel over a sequence, token by token in torch, and served by the MLX runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from edge0_runtime.contract.artifacts import read_adapter
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace
+from edge0_runtime.engine import Engine
+from edge0_runtime.measure.verify import verify
+from edge0_train.base import load_base, quantize_checkpoint
+from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, load_lora
+from tests.random_adapters import write_adapters
+from tests.tiny_models import tiny_qwen3_5_moe, tiny_tier
+
+LENGTHS = (1, 2, 7, 23, 40)
+STEPS = 32
+TOP = 8
+TARGETS = ["linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "self_attn.o_proj",
+           "mlp.shared_expert.down_proj"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """int4 directory of a random model with 8 experts, K=4."""
+    root = tmp_path_factory.mktemp("tiny")
+    source = tiny_qwen3_5_moe(root / "source", num_experts_per_tok=4)
+    quantize_checkpoint(source, root / "int4", variant("gate", "executed"))
+    return root / "int4"
+
+
+def variant(first_token: str, feature_topk: str) -> Tier:
+    lora = {"r": 4, "alpha": 8, "targets": TARGETS}
+    return tiny_tier(first_token=first_token, feature_topk=feature_topk, num_experts_per_tok=4, k=2, lora=lora)
+
+
+def student(directory: Path, tier: Tier) -> StudentPath:
+    model, _ = load_base(directory, tier)
+    add_lora(model, tier)
+    load_lora(model, tier, read_adapter(directory / tier.file_name("lora"), "lora").tensors)
+    heads = PrerouterHeads(tier)
+    heads.load(read_adapter(directory / tier.file_name("prerouter"), "prerouter").tensors)
+    return StudentPath(model, tier, heads)
+
+
+def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
+    """Greedy, batched and ragged: everything of every step."""
+    layers = range(path.tier.num_layers)
+    experts: list[torch.Tensor] = []
+    logits: list[torch.return_types.topk] = []
+
+    def observe(record: Any) -> None:
+        experts.append(torch.stack([record.routing.executed[n][:, -1].sort(-1).values for n in layers], 1))
+        logits.append(record.logits_BV.topk(TOP, -1))
+
+    done = generate(path, prompts, Sampling(STEPS), end_ids=(), pad_id=0, observe=observe)
+    experts_BTLK = torch.stack(experts, 1).numpy().astype(np.int32)
+    ids_BTN = torch.stack([row.indices for row in logits], 1).numpy().astype(np.int32)
+    values_BTN = torch.stack([row.values for row in logits], 1).numpy()
+    return [
+        PromptTrace(np.array(p, np.int32), np.array(c.ids, np.int32), experts_BTLK[i], ids_BTN[i], values_BTN[i])
+        for i, (p, c) in enumerate(zip(prompts, done, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("feature_topk", ["executed", "teacher"])
+@pytest.mark.parametrize("first_token", ["gate", "predicted"])
+def test_parallel_equals_incremental_equals_served(base: Path, first_token: str, feature_topk: str) -> None:
+    tier = variant(first_token, feature_topk)
+    write_adapters(base, tier)
+    path = student(base, tier)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 384, size=n).tolist() for n in LENGTHS]
+    traces = decode(path, prompts)
+
+    for prompt, trace in zip(prompts, traces, strict=True):
+        ids = torch.tensor([[*prompt, *trace.generated_ids_T[:-1].tolist()]])
+        decoded = torch.arange(ids.shape[1])[None] >= len(prompt)
+        routing = path.predicted(decoded)
+        with torch.no_grad():
+            hidden = path.hidden(ids, routing, use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+            logits_TV = path.model.lm_head(hidden)
+        executed = torch.stack(
+            [routing.executed[n][0, len(prompt) - 1 :].sort(-1).values for n in range(tier.num_layers)], 1
+        )
+        assert np.array_equal(executed.numpy(), trace.experts_TLK)
+        assert logits_TV.argmax(-1).tolist() == trace.generated_ids_T.tolist()
+        top = logits_TV.gather(-1, torch.from_numpy(trace.logits_ids_TN).long()).numpy()
+        np.testing.assert_allclose(top, trace.logits_values_TN, rtol=0, atol=2e-4)
+
+    def sha(kind: Any) -> str:
+        return read_adapter(base / tier.file_name(kind), kind).sha256
+
+    fingerprint = Checkpoint.open(base).fingerprint()
+    reference = ReferenceTrace(tier.name, fingerprint, sha("prerouter"), sha("lora"), "float32", tuple(traces))
+    with Engine.load(base) as engine:
+        report = verify(engine, reference)
+    assert report.ok, report.problems()
+    assert all(prompt.judged_rows == STEPS and not prompt.differences for prompt in report.prompts)

@@ -1,0 +1,153 @@
+"""A tiny random Qwen3.5-MoE checkpoint in MLX int4, with random heads and LoRA: all paths in milliseconds.
+
+4 layers (3 linear, 1 full attention), hidden 64, 8 experts of which the base takes 4 and the tier 2. Owners
+0..2, layers 1 and 2 predicted; like in the 35b tier the last owner's output has no use and the last layer
+keeps its gate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import qwen3_5_moe
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+from edge0_runtime.contract.tier import Tier
+from tests.random_adapters import write_adapters
+
+ROOT = Path(__file__).parents[2]
+NANO_ASSETS = ROOT / "edge0_train" / "assets" / "nano-teacher"
+
+ARCHITECTURE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "vocab_size": 384,
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 64,
+    "full_attention_interval": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 32,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+CONTEXT = 256
+TIER = Tier.from_dict(
+    {
+        "name": "tiny",
+        "model": "tiny-random",
+        "family": "qwen3_5_moe",
+        "architecture": ARCHITECTURE,
+        "k": 2,
+        "router": {"kind": "softmax_topk"},
+        "feature_topk": "executed",
+        "first_token": "gate",
+        "owners": [0, 1, 2],
+        "consumers": [1, 2],
+        "head_width": 32,
+        "lora": {
+            "r": 4,
+            "alpha": 8,
+            "targets": [
+                "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a", "linear_attn.in_proj_b",
+                "linear_attn.out_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj",
+            ],
+        },
+    }
+)  # fmt: skip
+
+
+def _write_base(directory: Path) -> None:
+    text = ARCHITECTURE | {
+        "model_type": "qwen3_5_moe_text",
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    }
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "eos_token_id": 2,
+    }
+    mx.random.seed(0)
+    model = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(config))
+    # mlx-lm initialises for training; larger weights make every token's routing and text differ.
+    weights = [
+        (name, value * (4.0 if "gate.weight" in name else 2.0) if value.ndim > 1 else value)
+        for name, value in tree_flatten(model.parameters())
+    ]
+    model.update(tree_unflatten(weights))
+    model.set_dtype(mx.bfloat16)
+    model, config = quantize_model(model, config, group_size=64, bits=4)
+    save_model(directory, model)
+    save_config(config, directory / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(NANO_ASSETS / name, directory / name)
+
+
+@pytest.fixture(scope="session")
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base alone, without adapter files."""
+    directory = tmp_path_factory.mktemp("base")
+    _write_base(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def make_dir(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_dir(**changes to the tier) -> a model directory with adapters for that tier, made once."""
+    made: dict[str, Path] = {}
+
+    def make(**changes: object) -> Path:
+        tier = dataclasses.replace(TIER, **changes)
+        name = repr(sorted(changes.items()))
+        if name not in made:
+            directory = tmp_path_factory.mktemp("tiny") / "model"
+            shutil.copytree(base_dir, directory)
+            write_adapters(directory, tier)
+            made[name] = directory
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(make_dir: Callable[..., Path]) -> Path:
+    """The tier as it is above."""
+    return make_dir()
+
+
+@pytest.fixture(scope="session")
+def plain_model() -> Callable[[Path, int], Any]:
+    """plain_model(directory, k) -> mlx-lm's own model, all resident, float32, taking k experts."""
+
+    def load(directory: Path, k: int) -> Any:
+        model, _ = load_model(directory)
+        model.set_dtype(mx.float32)
+        for layer in model.layers:
+            layer.mlp.top_k = k
+        return model
+
+    return load
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(3, 384, size=n).tolist() for n in (1, 2, 7, 23)]

@@ -1,0 +1,95 @@
+"""The exact path computes what the resident experts compute, bit for bit, at any cache size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.engine import Engine
+from edge0_runtime.experts.cache import ExpertCache
+from edge0_runtime.experts.store import ExpertStore
+from edge0_runtime.experts.streaming import StreamingSwitchGLU
+from edge0_runtime.model import find_adapters
+from edge0_runtime.routing import RoutingLog
+
+ONE_EXPERT = 13_824  # bytes, in the tiny checkpoint
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])  # 40 x 2 indices: SwitchGLU sorts from 64 on
+@pytest.mark.parametrize("room", [1, 3, 8, 32])
+def test_bit_equal_to_the_resident_switch_glu(
+    tiny_dir: Path, plain_model: Callable[[Path, int], Any], tokens: int, room: int
+) -> None:
+    rng = np.random.default_rng(0)
+    x = mx.array(rng.standard_normal((1, tokens, 64)).astype(np.float32))
+    indices = mx.array(np.stack([rng.permutation(8)[:2] for _ in range(tokens)])[None].astype(np.uint32))
+    tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
+    store = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
+    log = RoutingLog()
+    expected = plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp(x, indices)
+    inner = plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp
+    streaming = StreamingSwitchGLU(inner, 1, ExpertCache(store, room * ONE_EXPERT), log)
+    got = streaming(x, indices)
+    assert got.shape == expected.shape == (1, tokens, 2, 64)
+    assert mx.array_equal(got, expected).item()
+    assert (log.executed[1] == np.array(indices[0])).all()
+    assert log.dropped == 0
+    store.close()
+
+
+def test_without_adapters_and_at_the_bases_k_it_is_plain_mlx_lm(
+    make_dir: Callable[..., Path], plain_model: Callable[[Path, int], Any], prompts: list[list[int]]
+) -> None:
+    directory = make_dir(k=4)
+    model = plain_model(directory, 4)
+    with Engine.load(directory, prerouter=False, lora=False, memory_budget=5 * ONE_EXPERT / 2**30) as engine:
+        for prompt in prompts:
+            plain = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
+            steps = list(engine.generate(prompt, max_tokens=12, ignore_eos=True, trace=True))
+            assert [step.token for step in steps] == plain
+    assert all(step.experts is not None and step.experts.shape == (4, 4) for step in steps)
+
+
+def test_logits_are_bit_equal_to_plain_mlx_lm(
+    tiny_dir: Path, plain_model: Callable[[Path, int], Any], prompts: list[list[int]]
+) -> None:
+    model = plain_model(tiny_dir, 2)
+    logits: list[np.ndarray] = []
+
+    def keep(_: mx.array, row: mx.array) -> mx.array:
+        logits.append(np.array(row[0]))
+        return row
+
+    list(generate_step(mx.array(prompts[3]), model, max_tokens=6, logits_processors=[keep]))
+    with Engine.load(tiny_dir, prerouter=False, lora=False) as engine:
+        steps = list(engine.generate(prompts[3], max_tokens=6, ignore_eos=True, trace=True))
+    for step, expected in zip(steps, logits, strict=False):
+        assert step.logits is not None and (step.logits == expected).all()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_greedy_ids_do_not_depend_on_the_cache_size(tiny_dir: Path, prompts: list[list[int]], adapters: bool) -> None:
+    outputs = []
+    for room in (1, 2, 3, 8, 32):
+        budget = room * ONE_EXPERT / 2**30
+        with Engine.load(tiny_dir, prerouter=adapters, lora=adapters, memory_budget=budget) as engine:
+            outputs.append([[s.token for s in engine.generate(p, max_tokens=8, ignore_eos=True)] for p in prompts])
+            stats = engine.stats()
+            assert stats["dropped_experts"] == 0
+            assert stats["expert_cache_bytes"] <= room * ONE_EXPERT
+            assert (stats["predicted_steps"] > 0) == adapters
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_the_checkpoints_experts_are_never_loaded_whole(tiny_dir: Path) -> None:
+    with Engine.load(tiny_dir, memory_budget=ONE_EXPERT / 2**30) as engine:
+        values = [value for module in engine.model._network.modules() for value in module.values()]
+    shapes = [value.shape for value in values if isinstance(value, mx.array)]
+    assert all(len(shape) < 3 or shape[-1] == 1 for shape in shapes)  # only the short convolution's [C, k, 1]

@@ -1,0 +1,314 @@
+"""Prompts, rows and batches: nothing is lost, moved between splits or changed without being said."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.data import tasks
+from edge0_train.data.prompts import Prompt, load_prompts
+from edge0_train.data.rows import (
+    IGNORE,
+    TextRow,
+    collate,
+    micro_batches,
+    read_data,
+    read_rows,
+    shuffled,
+    write_data,
+    write_rows,
+)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def texts(prompts: list[Prompt]) -> set[str]:
+    return {json.dumps(p.messages) for p in prompts}
+
+
+QUESTIONS = [{"messages": user(f"Question {n}?"), "task": "q", "answer": str(n)} for n in range(300)]
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_are_split_and_checkable():
+    prompts = load_prompts("tasks", train=200, held_out=50, seed=0)
+    assert (len(prompts.train), len(prompts.held_out)) == (200, 50) and not prompts.dropped
+    assert not texts(prompts.train) & texts(prompts.held_out)
+    other = load_prompts("tasks", train=200, held_out=50, seed=1)
+    assert texts(other.train) != texts(prompts.train)
+    assert not texts(other.train) & texts(prompts.held_out) and not texts(prompts.train) & texts(other.held_out)
+    assert prompts == load_prompts("tasks", train=200, held_out=50, seed=0)
+    assert all(p.task in tasks.TASKS and p.answer for p in [*prompts.train, *prompts.held_out])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_are_split_by_content_alone(tmp_path, kind):
+    """Neither seed nor order nor limits nor neighbours move a prompt to the other side."""
+
+    def write(name: str, rows: list[dict[str, Any]]) -> str:
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "jsonl":
+            return jsonl(path, rows)
+        Dataset.from_list(rows).to_parquet(str(path))
+        return str(path)
+
+    whole = load_prompts(write("all", QUESTIONS), train=1000, held_out=1000, seed=0)
+    assert len(whole.train) + len(whole.held_out) == 300 and not whole.dropped
+    assert 10 <= len(whole.held_out) <= 60  # one in ten
+    assert not texts(whole.train) & texts(whole.held_out)
+    for name, rows, limits, seed in (
+        ("reversed", QUESTIONS[::-1], (1000, 1000), 0),
+        ("part", QUESTIONS[50:250], (1000, 1000), 3),
+        ("few", QUESTIONS, (40, 5), 7),
+    ):
+        other = load_prompts(write(name, rows), train=limits[0], held_out=limits[1], seed=seed)
+        assert texts(other.train) <= texts(whole.train) and texts(other.held_out) <= texts(whole.held_out)
+        assert len(other.train) <= limits[0] and len(other.held_out) <= limits[1]
+    assert {p.answer for p in whole.train} | {p.answer for p in whole.held_out} == {str(n) for n in range(300)}
+
+
+def test_the_seed_orders_the_train_side(tmp_path):
+    source = jsonl(tmp_path / "q.jsonl", QUESTIONS)
+    first, again, other = (load_prompts(source, train=99, held_out=9, seed=seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.train != other.train and texts(first.train) == texts(other.train)
+    assert len(first.train) == 99 and len(first.held_out) == 9
+
+
+def test_both_kinds_of_file_give_the_same_prompts(tmp_path):
+    Dataset.from_list(QUESTIONS).to_parquet(str(tmp_path / "q.parquet"))
+    sources = jsonl(tmp_path / "q.jsonl", QUESTIONS), str(tmp_path / "q.parquet")
+    a, b = (load_prompts(source, train=500, held_out=500, seed=0) for source in sources)
+    assert a == b
+
+
+def test_a_conversation_ends_with_its_last_user_turn(tmp_path):
+    """The reply to learn is the teacher's, never the file's."""
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, *user(f"a{n}"), {"role": "assistant", "content": "b"}, *user("c"),
+                      {"role": "assistant", "content": "d"}]}
+        for n in range(60)
+    ]  # fmt: skip
+    prompts = load_prompts(jsonl(tmp_path / "c.jsonl", rows), train=100, held_out=100, seed=0)
+    for prompt in [*prompts.train, *prompts.held_out]:
+        assert [m["role"] for m in prompt.messages] == ["system", "user", "assistant", "user"]
+        assert prompt.messages[-1]["content"] == "c" and prompt.answer == "" and prompt.task == ""
+
+
+def test_duplicates_and_bad_rows_are_counted(tmp_path):
+    bad: list[Any] = [
+        {"messages": []},
+        {"messages": None},
+        {"messages": [{"role": "assistant", "content": "hello"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": None, "content": "hm"}]},
+    ]
+    source = jsonl(tmp_path / "q.jsonl", [*QUESTIONS[:100], *bad, *QUESTIONS[:7], *QUESTIONS[100:]])
+    prompts = load_prompts(source, train=1000, held_out=1000, seed=0)
+    assert len(prompts.train) + len(prompts.held_out) == 300
+    assert prompts.dropped == {
+        "no messages": 2,
+        "no user turn": 1,
+        "a message without role or content": 2,
+        "duplicate prompt": 7,
+    }
+
+
+def test_rows_without_messages_and_an_empty_file_are_errors(tmp_path):
+    cases = {
+        "text": jsonl(tmp_path / "text.jsonl", [{"text": f"row {n}"} for n in range(20)]),
+        "empty": jsonl(tmp_path / "empty.jsonl", []),
+        "one side": jsonl(tmp_path / "one.jsonl", QUESTIONS[:1]),
+    }
+    for source in cases.values():
+        with pytest.raises(Edge0Error, match=r"text\.prompts: .*" + Path(source).name) as error:
+            load_prompts(source, train=10, held_out=10, seed=0)
+        assert "\n" not in str(error.value)
+    with pytest.raises(Edge0Error, match="no messages"):
+        load_prompts(cases["text"], train=10, held_out=10, seed=0)
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "gone.parquet", "no/such-dataset"])
+def test_a_source_that_is_not_there_is_an_error(tmp_path, name):
+    source = str(tmp_path / name) if name.startswith("gone") else name
+    with pytest.raises(Edge0Error, match=r"text\.prompts: .*(gone|such)"):
+        load_prompts(source, train=1, held_out=1, seed=0)
+
+
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS[:50]) + '{"messages": [{"role"\n')
+    cut = tmp_path / "cut.parquet"
+    Dataset.from_list(QUESTIONS).to_parquet(str(cut))
+    cut.write_bytes(cut.read_bytes()[:-200])
+    for path in (broken, cut):
+        with pytest.raises(Edge0Error, match=path.name):
+            load_prompts(str(path), train=1000, held_out=1000, seed=0)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def row(prompt: int, completion: int, reason: str = "stop") -> TextRow:
+    start = 10 * prompt + completion
+    return TextRow(
+        tuple(range(start, start + prompt)), tuple(range(500, 500 + completion)), reason, "add", "Zoë #7\n\u2028"
+    )
+
+
+def test_rows_round_trip(tmp_path):
+    rows = [row(2, 3), row(1, 1, "length"), row(5, 8)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt_ids": [1], "completion_ids": [2]',
+        '{"prompt_ids": [1]}',
+        '{"prompt_ids": [1], "completion_ids": [2], "finish_reason": "stop", "extra": 1}',
+        '{"prompt_ids": 1, "completion_ids": [2], "finish_reason": "stop"}',
+        "[1, 2]",
+        "3",
+        "",
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    write_rows(tmp_path / "rows.jsonl", [row(2, 3)])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(Edge0Error, match=r"rows\.jsonl, line 2: not a text row"):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_data_round_trip_with_card(tmp_path):
+    train, held_out = [row(n, n + 1) for n in range(1, 6)], [row(3, 3, "length"), row(2, 2)]
+    card = write_data(tmp_path, train, held_out, {"dropped_prompts": {"duplicate prompt": 2}})
+    data, dropped = read_data(tmp_path, 64)
+    assert (data.train, data.held_out, data.card, dropped) == (train, held_out, card, {})
+    assert (
+        card["train"]["rows"] == 5 and card["train"]["prompt_tokens"] == 15 and card["train"]["completion_tokens"] == 20
+    )
+    assert card["train"]["completion_length"] == {"mean": 4.0, "max": 6}
+    assert card["held_out"]["finish_reasons"] == {"length": 1, "stop": 1}
+    assert card["dropped_prompts"] == {"duplicate prompt": 2}
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "held_out.jsonl"])
+def test_rows_changed_after_the_card_are_refused(tmp_path, name):
+    write_data(tmp_path, [row(2, 3), row(3, 3)], [row(4, 4), row(5, 5)], {})
+    lines = (tmp_path / name).read_text().splitlines(keepends=True)
+    for changed in ("".join(lines[:1]), "".join(lines[::-1]), "".join(lines).replace("500", "501", 1)):
+        (tmp_path / name).write_text(changed)
+        with pytest.raises(Edge0Error, match="changed after its card"):
+            read_data(tmp_path, 64)
+
+
+def test_rows_moved_between_the_sides_are_refused(tmp_path):
+    """The fingerprint covers where a row lies, not only what it says."""
+    write_data(tmp_path, [row(2, 3), row(3, 3)], [row(4, 4), row(5, 5)], {})
+    lines = [(tmp_path / f"{name}.jsonl").read_text().splitlines(keepends=True) for name in ("train", "held_out")]
+    (tmp_path / "train.jsonl").write_text("".join([*lines[0], lines[1][0]]))
+    (tmp_path / "held_out.jsonl").write_text(lines[1][1])
+    with pytest.raises(Edge0Error, match="changed after its card"):
+        read_data(tmp_path, 64)
+
+
+@pytest.mark.parametrize("missing", ["train.jsonl", "held_out.jsonl", "card.json"])
+def test_a_missing_file_is_named(tmp_path, missing):
+    write_data(tmp_path, [row(2, 3)], [row(4, 4)], {})
+    (tmp_path / missing).unlink()
+    with pytest.raises(Edge0Error, match=missing):
+        read_data(tmp_path, 64)
+
+
+def test_long_and_empty_rows_are_dropped_and_counted(tmp_path):
+    train = [row(2, 3), row(20, 13), row(20, 12), row(3, 0), row(0, 3)]
+    write_data(tmp_path, train, [row(4, 4), row(40, 4)], {})
+    data, dropped = read_data(tmp_path, 32)
+    assert data.train == [row(2, 3), row(20, 12)] and data.held_out == [row(4, 4)]
+    assert dropped == {"longer than text.max_length=32": 2, "empty prompt or completion": 2}
+    with pytest.raises(Edge0Error, match=r"no held_out row .*text\.max_length"):
+        read_data(tmp_path, 7)
+    with pytest.raises(Edge0Error, match=r"no train row"):
+        read_data(tmp_path, 1)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_collate_equals_a_plain_loop():
+    rows = [row(1, 1), row(1, 6), row(4, 2), row(7, 1), row(3, 5)]
+    batch = collate(rows, pad_id=77)
+    width = max(r.length for r in rows) - 1
+    assert batch.input_ids_BT.shape == batch.labels_BT.shape == batch.decoded_BT.shape == (5, width)
+    valid = tokens = 0
+    for i, one in enumerate(rows):
+        sequence = [*one.prompt_ids, *one.completion_ids]
+        for t in range(width):
+            if t >= len(sequence) - 1:  # padding, and the last token, which is nobody's input
+                want = (77, IGNORE, False)
+            else:
+                follower_generated = t + 1 >= len(one.prompt_ids)
+                generated = t >= len(one.prompt_ids)
+                want = (sequence[t], sequence[t + 1] if follower_generated else IGNORE, generated)
+                tokens += 1
+                valid += follower_generated
+            assert (int(batch.input_ids_BT[i, t]), int(batch.labels_BT[i, t]), bool(batch.decoded_BT[i, t])) == want, (
+                i,
+                t,
+            )
+    assert (batch.valid, batch.tokens, batch.rows) == (valid, tokens, tuple(rows))
+    assert valid == sum(len(r.completion_ids) for r in rows)
+    assert batch.decoded_BT.dtype == torch.bool and batch.labels_BT.dtype == batch.input_ids_BT.dtype == torch.int64
+
+
+def test_padding_that_looks_like_a_token_changes_nothing():
+    rows = [row(2, 2), row(3, 6)]
+    one, other = collate(rows, pad_id=0), collate(rows, pad_id=500)
+    assert torch.equal(one.labels_BT, other.labels_BT) and one.valid == other.valid
+
+
+@pytest.mark.parametrize(("count", "per_step"), [(10, 3), (7, 7), (5, 8), (1, 1), (3, 10), (64, 16)])
+def test_shuffled_is_a_function_of_the_step_and_covers_every_epoch(count, per_step):
+    order = shuffled(count, per_step, seed=4)
+    epochs = 6
+    steps = [order(step) for step in range(-(-count * epochs // per_step))]
+    assert all(len(indices) == per_step for indices in steps)
+    drawn = np.concatenate(steps)[: count * epochs].reshape(epochs, count)
+    assert all(sorted(epoch) == list(range(count)) for epoch in drawn.tolist())
+    fresh = shuffled(count, per_step, seed=4)
+    for step in reversed(range(len(steps))):  # any order, any process
+        assert np.array_equal(fresh(step), steps[step])
+    if count > 5:
+        assert any(not np.array_equal(drawn[0], epoch) for epoch in drawn[1:])
+        assert any(not np.array_equal(shuffled(count, per_step, seed=5)(s), steps[s]) for s in range(len(steps)))
+
+
+def test_micro_batches_hold_the_windows_rows_in_order():
+    rows = [row(n, n) for n in range(1, 8)]
+    indices = np.array([3, 0, 6, 2, 5])
+    for size in (1, 2, 5, 9):
+        batches = micro_batches(rows, indices, size, 0, "cpu")
+        assert [len(b.rows) for b in batches] == [min(size, 5 - i) for i in range(0, 5, size)]
+        assert [r for b in batches for r in b.rows] == [rows[i] for i in indices]
+        assert sum(b.valid for b in batches) == sum(len(rows[i].completion_ids) for i in indices)
+    assert Counter(len(b.rows) for b in micro_batches(rows, indices, 2, 0, "cpu")) == {2: 2, 1: 1}

@@ -1,0 +1,198 @@
+"""The run directory: whose it is, what it says, and what a full disk leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from edge0_train.config import Config, config_directory, read_config, to_dict
+from edge0_train.run import code_commit, open_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    with initialize_config_dir(str(config_directory()), version_base=None):
+        return read_config(compose("train", [f"root={tmp_path}/root", "phase=student_sft"]))
+
+
+def resumed(config: Config, **changes: object) -> Config:
+    return dataclasses.replace(config, resume=True, **changes)  # type: ignore[arg-type]
+
+
+# -- whose directory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_writes_what_it_is(config):
+    run = open_run(config)
+    assert run.directory == Path(config.run_dir) and not run.is_done
+    assert sorted(p.name for p in run.directory.iterdir()) == ["config.yaml", "environment.json"]
+    assert yaml.safe_load((run.directory / "config.yaml").read_text()) == to_dict(config)
+
+
+def test_environment_names_command_versions_and_code(config, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["edge0_train", "phase=student_sft", "optim.lr=1"])
+    run = open_run(config)
+    found = json.loads((run.directory / "environment.json").read_text())
+    assert found["command"] == ["edge0_train", "phase=student_sft", "optim.lr=1"]
+    assert (
+        found["packages"]["torch"] == torch.__version__.split("+")[0] or found["packages"]["torch"] == torch.__version__
+    )
+    assert {"transformers", "peft", "accelerate", "safetensors"} <= set(found["packages"])
+    assert "absent" not in (found["packages"]["transformers"], found["packages"]["peft"])
+    assert found["python"] == ".".join(map(str, sys.version_info[:3])) and "cores" in found["machine"]
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode == 0:
+        assert found["commit"].removesuffix("-dirty") == head.stdout.strip()
+        assert found["commit"].endswith("-dirty") == bool(found["diff"])
+    else:
+        assert code_commit() == "unknown"
+
+
+def test_an_existing_run_is_not_touched_without_resume(config):
+    open_run(config)
+    before = {p.name: p.read_bytes() for p in Path(config.run_dir).iterdir()}
+    with pytest.raises(Edge0Error, match=r"run_dir: .*student_sft exists already.*resume=true"):
+        open_run(config)
+    assert {p.name: p.read_bytes() for p in Path(config.run_dir).iterdir()} == before
+
+
+def test_resume_takes_up_the_same_settings(config):
+    open_run(config)
+    other = dataclasses.replace(config.logger, every=1, checkpoint_every=1, wandb="disabled")
+    run = open_run(resumed(config, logger=other, threads=4))  # how it is watched may change
+    assert run.directory == Path(config.run_dir)
+    assert yaml.safe_load((run.directory / "config.yaml").read_text())["resume"] is False  # as it began
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("optim", "lr", 0.5),
+        ("optim", "rows", 7),
+        ("text", "rows", "elsewhere"),
+        ("tier", "k", 2),
+        ("tier", "owners", (2, 3, 4, 5, 6)),
+        ("", "seed", 9),
+    ],
+)
+def test_resume_with_another_setting_names_it(config, part, field, value):
+    open_run(config)
+    if part:
+        changed = resumed(config, **{part: dataclasses.replace(getattr(config, part), **{field: value})})
+    else:
+        changed = resumed(config, **{field: value})
+    with pytest.raises(Edge0Error, match=rf"resume: .*{part}\.?{field}: saved .*, now ") as error:
+        open_run(changed)
+    assert "\n" not in str(error.value)
+
+
+def test_resume_of_nothing_starts_a_run(config):
+    assert (open_run(resumed(config)).directory / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_foreign_directory_is_left_alone(config, resume):
+    directory = Path(config.run_dir)
+    directory.mkdir(parents=True)
+    (directory / "thesis.tex").write_text("years of work")
+    with pytest.raises(Edge0Error, match=r"run_dir: .*not empty and is no run directory"):
+        open_run(dataclasses.replace(config, resume=resume))
+    assert [p.name for p in directory.iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_directory_is_taken(config):
+    Path(config.run_dir).mkdir(parents=True)
+    assert open_run(config).directory.is_dir()
+
+
+def test_a_file_in_the_place_of_the_directory_is_an_error(config):
+    Path(config.run_dir).parent.mkdir(parents=True)
+    Path(config.run_dir).write_text("x")
+    with pytest.raises(Edge0Error, match="run_dir"):
+        open_run(config)
+
+
+def test_a_finished_run_says_so(config):
+    run = open_run(config)
+    summary = run.finish({"loss": 1.5})
+    assert summary["phase"] == "student_sft" and summary["loss"] == 1.5 and summary["seconds"] >= 0
+    assert run.is_done and json.loads((run.directory / "done.json").read_text()) == summary
+    assert open_run(resumed(config)).is_done
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_rows_of_lost_steps_are_forgotten(config):
+    run = open_run(config)
+    for step in (2, 4, 6, 8):
+        run.log(step, {"loss": 1 / step})
+    run.forget_after(5)
+    run.log(6, {"loss": 0.5})
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 2, "loss": 0.5}, {"step": 4, "loss": 0.25}, {"step": 6, "loss": 0.5}]
+
+
+def test_forgetting_without_metrics_is_fine(config):
+    run = open_run(config)
+    run.forget_after(5)
+    assert not (run.directory / "metrics.jsonl").exists()
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+FILLED = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.checkpoint import save_checkpoint
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+weight = torch.nn.Parameter(torch.full((100, 100), 7.0))
+try:
+    save_checkpoint(Path(sys.argv[1]), 2, {"weight": weight}, torch.optim.AdamW([weight]))
+except Edge0Error as error:
+    print(f"Edge0Error: {error}")
+except BaseException as error:
+    print(f"{type(error)}: {error}")
+"""
+
+
+def saved(directory: Path) -> torch.nn.Parameter:
+    """The parameter of a checkpoint at step 1, with optimizer state."""
+    weight = torch.nn.Parameter(torch.arange(10_000.0).view(100, 100))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    save_checkpoint(directory, 1, {"weight": weight}, optimizer)
+    return weight
+
+
+def test_a_full_disk_keeps_the_older_checkpoint_and_says_so(tmp_path):
+    """A limit on file sizes stands for the full disk: the write fails in the middle."""
+    weight = saved(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FILLED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]  # no rubbish either
+    restored = torch.nn.Parameter(torch.zeros(100, 100))
+    assert load_checkpoint(checkpoints(tmp_path)[0], {"weight": restored}, torch.optim.AdamW([restored])) == 1
+    assert torch.equal(restored, weight)
+    assert done.stdout.startswith("Edge0Error: "), (done.returncode, done.stdout + done.stderr[-800:])
+    assert "step-00000002.safetensors" in done.stdout and "room" in done.stdout
