@@ -16,13 +16,13 @@ from edge0_runtime.contract.artifacts import (
     Adapter,
     Kind,
     check_binding,
-    read_adapter,
+    find_adapter,
     upstream_problems,
 )
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.strict_safetensors import read_header
-from edge0_runtime.contract.tier import Tier, builtin_tier, builtin_tier_names
+from edge0_runtime.contract.tier import Tier
 
 F16_BYTES = 2
 
@@ -75,7 +75,7 @@ def inspect(model_dir: Path, tier_name: str | None = None) -> dict[str, Any]:
     """
     checkpoint = Checkpoint.open(model_dir)
     fingerprint = checkpoint.fingerprint()
-    adapters = {kind: _find(model_dir, kind, tier_name) for kind in KINDS}
+    adapters = {kind: find_adapter(model_dir, kind, tier_name) for kind in KINDS}
     tiers = [adapter.tier for adapter in adapters.values() if adapter is not None]
     return {
         "model_dir": str(model_dir),
@@ -105,16 +105,6 @@ def inspection_text(data: Mapping[str, Any]) -> str:
 
 
 # -- parts of the data -------------------------------------------------------------------------------------
-
-
-def _find(model_dir: Path, kind: Kind, tier_name: str | None) -> Adapter | None:
-    paths = sorted(model_dir.glob(f"{kind}_edge0_{tier_name or '*'}.safetensors"))
-    if len(paths) > 1:
-        raise Edge0Error(f"{model_dir}: {', '.join(path.name for path in paths)}: choose one with --tier")
-    if not paths:
-        return None
-    name = paths[0].stem.removeprefix(f"{kind}_edge0_")
-    return read_adapter(paths[0], kind, builtin_tier(name) if name in builtin_tier_names() else None)
 
 
 def _base(checkpoint: Checkpoint, fingerprint: str, tier: Tier | None) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 from mlx_lm.utils import load_model
 
-from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, read_adapter
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Tier, builtin_tier, builtin_tier_names
+from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_runtime.experts.cache import ExpertCache
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
@@ -50,36 +50,19 @@ def find_adapters(directory: Path, *, prerouter: bool, lora: bool, tier_name: st
     built-in tier `tier_name` (or the one in the file's name). Raises Edge0Error naming the missing file and
     the flag that does without.
     """
-    found = {kind: _find_file(directory, kind, tier_name) for kind in KINDS}
+    found = {kind: find_adapter(directory, kind, tier_name) for kind in KINDS}
     wanted: dict[Kind, bool] = {"prerouter": prerouter, "lora": lora}
-    served: dict[Kind, Adapter | None] = {"prerouter": None, "lora": None}
-    for kind, path in found.items():
-        if not wanted[kind]:
-            continue
-        if path is None:
+    for kind in KINDS:
+        if wanted[kind] and found[kind] is None:
             name = f"{kind}_edge0_{tier_name or '<tier>'}.safetensors"
             raise Edge0Error(
                 f"{directory / name}: file not found; put the exported file there, or serve without it: --no-{kind}"
             )
-        served[kind] = _read(path, kind)
-    known = served["prerouter"] or served["lora"]
-    if known is None:  # no file is served, but what one was made for still says the K
-        known = next((_read(path, kind) for kind, path in found.items() if path is not None), None)
+    known = found["prerouter"] or found["lora"]  # a file that is not served still says the K it was made for
     if known is None and tier_name is None:
         raise Edge0Error(f"{directory}: no adapter file there names a tier; choose one with --tier")
-    return Adapters(known.tier if known else builtin_tier(str(tier_name)), served["prerouter"], served["lora"])
-
-
-def _find_file(directory: Path, kind: Kind, tier_name: str | None) -> Path | None:
-    paths = sorted(directory.glob(f"{kind}_edge0_{tier_name or '*'}.safetensors"))
-    if len(paths) > 1:
-        raise Edge0Error(f"{directory}: {', '.join(path.name for path in paths)}: choose one with --tier")
-    return paths[0] if paths else None
-
-
-def _read(path: Path, kind: Kind) -> Adapter:
-    name = path.stem.removeprefix(f"{kind}_edge0_")
-    return read_adapter(path, kind, fallback_tier=builtin_tier(name) if name in builtin_tier_names() else None)
+    tier = known.tier if known else builtin_tier(str(tier_name))
+    return Adapters(tier, found["prerouter"] if prerouter else None, found["lora"] if lora else None)
 
 
 class ServedModel:

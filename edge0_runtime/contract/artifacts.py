@@ -155,6 +155,21 @@ def _canonical_json(value: Any) -> str:
 # -- reading
 
 
+def find_adapter(directory: Path, kind: Kind, tier_name: str | None = None) -> Adapter | None:
+    """The `kind` file of a model directory, read and checked; None when there is none.
+
+    A file without a contract is served by the built-in tier that its name ends with. Raises Edge0Error when several tiers'
+    files lie there and `tier_name` does not choose one, and whatever `read_adapter` refuses.
+    """
+    paths = sorted(directory.glob(f"{kind}_edge0_{tier_name or '*'}.safetensors"))
+    if len(paths) > 1:
+        raise Edge0Error(f"{directory}: {', '.join(path.name for path in paths)}: choose one with --tier")
+    if not paths:
+        return None
+    name = paths[0].stem.removeprefix(f"{kind}_edge0_")
+    return read_adapter(paths[0], kind, builtin_tier(name) if name in builtin_tier_names() else None)
+
+
 def read_adapter(path: str | Path, kind: Kind, fallback_tier: Tier | None = None) -> Adapter:
     """Read and check an adapter file.
 
