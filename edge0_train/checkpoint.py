@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from edge0_runtime.contract.errors import Edge0Error
@@ -22,7 +22,7 @@ KEEP = 2
 
 
 def save_checkpoint(
-    directory: Path, step: int, trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    directory: Path, step: int, tokens: int, trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Path:
     """Write `step-<n>.safetensors` after optimizer step n, and drop all but the newest two."""
     tensors: dict[str, torch.Tensor] = {}
@@ -33,7 +33,9 @@ def save_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:08d}.safetensors"
     with atomic_replace(path) as temporary:
-        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, str(temporary), metadata={"step": str(step)})
+        # As bytes: the library's own file writing reports a full disk in a type that atomic_replace cannot know.
+        metadata = {"step": str(step), "tokens": str(tokens)}
+        temporary.write_bytes(save({k: v.cpu().contiguous() for k, v in tensors.items()}, metadata))
     for old in checkpoints(directory)[:-KEEP]:
         old.unlink()
     return path
@@ -45,10 +47,17 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def load_checkpoint(path: Path, trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """Restore trainables and optimizer state; returns the step. Raises Edge0Error when the file is damaged or foreign."""
+def load_checkpoint(
+    path: Path, trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[int, int]:
+    """Restore trainables and optimizer state; returns step and tokens. Raises Edge0Error when the file is damaged or foreign."""
     # The strict reader names a truncated file before anything is touched.
-    step = int(read_header(path).metadata["step"])
+    metadata = read_header(path).metadata
+    if not all(metadata.get(name, "").isdigit() for name in ("step", "tokens")):
+        raise Edge0Error(
+            f"{path}: has no step and tokens in its metadata; resume from a checkpoint that this program wrote"
+        )
+    step, tokens = int(metadata["step"]), int(metadata["tokens"])
     tensors = load_file(str(path))
     state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trainable}
     for key, value in tensors.items():
@@ -65,7 +74,7 @@ def load_checkpoint(path: Path, trainable: Mapping[str, nn.Parameter], optimizer
             )
         parameter.copy_(state[name].pop("value"))
         optimizer.state[parameter] = {key: value.to(_place(key, parameter)) for key, value in state[name].items()}
-    return step
+    return step, tokens
 
 
 def _place(key: str, parameter: nn.Parameter) -> torch.device:

@@ -10,26 +10,34 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config import CHAIN, config_directory, read_config
+from edge0_train.config import config_directory, read_config
 
 GROUPS = ("phase", "tier")
+TRAINING = ("head_distill", "head_refine", "student_sft", "on_policy")
+ALONE = ("quantize", "evaluate", "export")
+"""Phases that are one process's work: the other ranks wait."""
 
 
 def main() -> None:
     """Entry point. Exit codes: 0 done or stopped with a checkpoint, 2 a problem that the user can act on."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints several lines and exits itself
     try:
         _check_choices(sys.argv[1:])
+        _hydra_main()
     except Edge0Error as error:
         _fail(error)
-    _hydra_main()
+    except HydraException as error:
+        _fail(Edge0Error(" ".join(str(error).split())))
 
 
 @hydra.main(version_base=None, config_path=str(config_directory()), config_name="train")
@@ -38,18 +46,18 @@ def _hydra_main(composed: DictConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if composed.phase == "all":
-            run_chain(list(HydraConfig.get().overrides.task))
+            run_chain(list(composed.chain), list(HydraConfig.get().overrides.task))
         else:
             run_phase(composed)
     except Edge0Error as error:
         _fail(error)
 
 
-def run_chain(overrides: Sequence[str]) -> None:
+def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
     """All phases in order; with resume=true the finished ones are passed over and the interrupted one continues."""
     kept = [override for override in overrides if not override.startswith("phase=")]
     began = time.time()
-    for name in CHAIN:
+    for name in chain:
         run_phase(compose("train", [*kept, f"phase={name}"]))
     print(f"phase=all: done in {time.time() - began:.0f} s")
 
@@ -62,6 +70,7 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
     config = read_config(composed)
 
     import torch
+    from accelerate import PartialState
 
     from edge0_train.loop import Interrupted
     from edge0_train.phases import PHASES
@@ -70,23 +79,31 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
     torch.set_num_threads(config.threads)
     _quiet_transformers(config.base.device)
     if config.dry_run:
-        from pathlib import Path
-
         PHASES[config.phase](config, Run(Path(config.run_dir), config))
         return None
+    state = PartialState()
+    if not state.is_main_process:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
     run = open_run(config)
     if run.is_done:
         print(f"{config.phase}: done already in {run.directory}")
         return None
     print(f"{config.phase}:", flush=True)
-    if config.phase in ("head_distill", "student_sft", "on_policy"):
+    if config.phase in TRAINING:
         start_wandb(run)
+    summary = None
     try:
-        summary = run.finish(PHASES[config.phase](config, run))
+        if config.phase not in ALONE or state.is_main_process:
+            summary = run.finish(PHASES[config.phase](config, run))
+            print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
+    except Edge0Error:
+        if state.is_main_process:
+            run.discard_if_unused()
+        raise
     except Interrupted as stop:
         print(stop)
         sys.exit(0)
-    print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
+    state.wait_for_everyone()
     return summary
 
 

@@ -9,18 +9,27 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
 
-CHAIN = ("quantize", "teacher_text", "head_distill", "student_sft", "on_policy", "evaluate", "export")
-"""The phases of `phase=all`, in order."""
+PHASE_NAMES = (
+    "quantize",
+    "teacher_text",
+    "head_distill",
+    "head_refine",
+    "student_sft",
+    "on_policy",
+    "evaluate",
+    "export",
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,14 @@ class Teacher:
 class Text:
     """Text rows: where prompts come from, and where teacher text lies (a `teacher_text` run directory).
 
+    max_length: of prompt + completion; longer rows are dropped. pack_length: rows share lines of that many tokens; 0: off.
     prompts: `tasks` (the generated nano tasks), or a JSONL/Parquet file, or a datasets name, with a `messages` column.
     """
 
     prompts: str
     rows: str
     max_length: int
+    pack_length: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +91,17 @@ class Optim:
 
 @dataclass(frozen=True)
 class Heads:
-    """Phase 1's loss: kl or bce."""
+    """How heads train.
+
+    Attributes:
+        loss: kl or bce.
+        features: base (native routing, phase 1) or student (the heads' own decode-time features, refinement).
+        joint_lr: student_sft trains the heads too, at this multiple of its rate; 0 keeps them frozen.
+    """
 
     loss: str
+    features: str
+    joint_lr: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Adapters that a phase starts from; an empty string means none."""
+    """Adapters that a phase starts from: a file, a run directory, `auto` (the newest of the phases before), or empty."""
 
     prerouter: str
     lora: str
@@ -126,6 +145,7 @@ class Config:
     """One run of one phase."""
 
     phase: str
+    chain: tuple[str, ...]
     seed: int
     threads: int
     root: str
@@ -161,14 +181,26 @@ OmegaConf.register_new_resolver("asset", asset, replace=True)
 
 def read_config(composed: Any) -> Config:
     """Resolve and validate a composed configuration. Raises Edge0Error naming field, value and fix."""
-    missing = sorted(OmegaConf.missing_keys(composed))
+    missing = sorted(_unset(OmegaConf.to_container(composed)))
     if missing:
         raise Edge0Error(f"{', '.join(missing)}: not set; give a value on the command line, e.g. {missing[0]}=...")
-    data = OmegaConf.to_container(composed, resolve=True)
+    try:
+        data = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise Edge0Error(f"configuration: {str(error).splitlines()[0]}") from error
     assert isinstance(data, dict)
     config = _build(Config, {key: value for key, value in data.items() if key != "hydra"}, "")
     _validate(config)
     return config
+
+
+def _unset(data: Any, where: str = "") -> Iterator[str]:
+    """Keys whose value is `???` (OmegaConf's own function stumbles over interpolations of such a key)."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _unset(value, f"{where}{key}.")
+        elif value == "???":
+            yield f"{where}{key}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -195,6 +227,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return _build(hint, value, where)
     if hint is float and type(value) is int:
         return float(value)
+    if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
     expected = hint if isinstance(hint, (type, types.UnionType)) else object
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise Edge0Error(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")
@@ -210,7 +244,10 @@ def _validate(config: Config) -> None:
         if not value >= least:
             raise Edge0Error(f"{field}: {value} is below {least}; raise it")
 
-    one_of("phase", config.phase, CHAIN)
+    one_of("phase", config.phase, PHASE_NAMES)
+    for name in config.chain:
+        one_of("chain", name, PHASE_NAMES)
+    one_of("heads.features", config.heads.features, ("base", "student"))
     one_of("base.dtype", config.base.dtype, ("float32", "bfloat16"))
     one_of("optim.schedule", config.optim.schedule, ("constant", "cosine"))
     one_of("heads.loss", config.heads.loss, ("kl", "bce"))
@@ -225,11 +262,18 @@ def _validate(config: Config) -> None:
         ("sample.batch", config.sample.batch, 1),
         ("sample.max_new_tokens", config.sample.max_new_tokens, 1),
         ("sample.temperature", config.sample.temperature, 0),
+        ("heads.joint_lr", config.heads.joint_lr, 0),
         ("on_policy.rounds", config.on_policy.rounds, 1),
         ("on_policy.top_k", config.on_policy.top_k, 1),
         ("logger.every", config.logger.every, 1),
         ("logger.checkpoint_every", config.logger.checkpoint_every, 1),
         ("threads", config.threads, 1),
+        ("text.pack_length", config.text.pack_length, 0),
+        ("seed", config.seed, 0),
+        ("optim.weight_decay", config.optim.weight_decay, 0),
+        ("export.trace_prompts", config.export.trace_prompts, 1),
+        ("export.trace_tokens", config.export.trace_tokens, 1),
+        ("export.trace_top", config.export.trace_top, 1),
     ):
         at_least(field, value, least)
     if not 0 < config.sample.top_p <= 1:

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 
 from edge0_runtime.contract.errors import Edge0Error
@@ -46,12 +47,14 @@ class Problem:
         window: step -> the micro-batches of that step, the same on every rank and in every call.
         loss: micro-batch -> (summed loss, further sums to log; each is divided by the valid count as well).
         evaluate: step -> metrics to log every `logger.every` steps; None: nothing.
+        rates: {name: multiple of the learning rate} where it is not 1.
     """
 
     trainable: Mapping[str, nn.Parameter]
     window: Callable[[int], Sequence[Any]]
     loss: Callable[[Any], tuple[torch.Tensor, dict[str, float]]]
     evaluate: Callable[[int], dict[str, float]] | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 class Interrupted(Exception):
@@ -65,15 +68,19 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
     tensor without gradient), Interrupted after a signal.
     """
     state = PartialState()
-    parameters = list(problem.trainable.values())
-    optimizer = torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=optim.weight_decay)
-    start = _resume(run, problem, optimizer)
-    tokens_done, began, last = 0, time.perf_counter(), {}
+    rates = {name: problem.rates.get(name, 1.0) for name in problem.trainable}
+    groups = [
+        {"params": [p for name, p in problem.trainable.items() if rates[name] == rate], "rate": rate}
+        for rate in sorted(set(rates.values()), reverse=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, weight_decay=optim.weight_decay)
+    start, tokens_before, last = _resume(run, problem, optimizer)
+    tokens_done, began = 0, time.perf_counter()
     bar = progress(range(start, optim.steps), run.config.phase, initial=start, total=optim.steps)
     with _stop_signals() as stopped:
         for step in bar:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(optim, step)
+                group["lr"] = learning_rate(optim, step) * group["rate"]
             metrics = _step(problem, optim, optimizer, step, state)
             tokens_done += metrics.pop("tokens")
             done = step + 1
@@ -85,13 +92,15 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
                 last = {**metrics, "lr": learning_rate(optim, step), "tokens_per_second": round(rate, 1)}
                 if state.is_main_process:
                     run.log(done, last)
-            if done % run.config.logger.checkpoint_every == 0 or done == optim.steps or stopped():
+            # On all ranks or on none; and asked once: a signal between saving and leaving would leave without saving.
+            stopping = any(gather_object([stopped()]))
+            if done % run.config.logger.checkpoint_every == 0 or done == optim.steps or stopping:
                 if state.is_main_process:
-                    save_checkpoint(run.checkpoints, done, problem.trainable, optimizer)
+                    save_checkpoint(run.checkpoints, done, tokens_before + tokens_done, problem.trainable, optimizer)
                 state.wait_for_everyone()
-            if stopped() and done < optim.steps:
+            if stopping and done < optim.steps:
                 raise Interrupted(f"stopped by a signal after step {done}; continue with resume=true")
-    return {"steps": optim.steps, "tokens": tokens_done, **last}
+    return {"steps": optim.steps, "tokens": tokens_before + tokens_done, **last}
 
 
 def learning_rate(optim: Optim, step: int) -> float:
@@ -144,26 +153,26 @@ def _sum_over_ranks(parameters: list[nn.Parameter], sums: dict[str, float]) -> d
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    names = sorted(sums)
-    flat = torch.cat([p.grad.flatten() for p in parameters] + [torch.tensor([sums[n] for n in names])])  # type: ignore[union-attr]
+    flat = torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
     torch.distributed.all_reduce(flat)
-    offset = 0
-    for parameter in parameters:
-        parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))  # type: ignore[union-attr]
-        offset += parameter.numel()
-    return dict(zip(names, flat[offset:].tolist(), strict=True))
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad.copy_(part.view_as(parameter))  # type: ignore[union-attr]
+    every = gather_object([sums])  # a rank without a micro-batch has fewer names
+    return {name: sum(one.get(name, 0.0) for one in every) for name in sorted(set().union(*every))}
 
 
-def _resume(run: Run, problem: Problem, optimizer: torch.optim.Optimizer) -> int:
+def _resume(run: Run, problem: Problem, optimizer: torch.optim.Optimizer) -> tuple[int, int, dict[str, Any]]:
+    """(first step to do, tokens done before, the last metric row)."""
     if not run.config.resume:
-        return 0
+        return 0, 0, {}
     saved = checkpoints(run.checkpoints)
     if not saved:
-        return 0
-    step = load_checkpoint(saved[-1], problem.trainable, optimizer)
-    run.forget_after(step)
+        run.forget_after(0)
+        return 0, 0, {}
+    step, tokens = load_checkpoint(saved[-1], problem.trainable, optimizer)
+    last = run.forget_after(step)
     print(f"resumed from {saved[-1].name}", file=sys.stderr)
-    return step
+    return step, tokens, last
 
 
 @contextmanager

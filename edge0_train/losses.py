@@ -14,14 +14,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from edge0_runtime.contract.tier import Router
+from edge0_train.student.routing import multi_hot, select
 
-HeadLoss = Callable[[Router, torch.Tensor, torch.Tensor, int], torch.Tensor]
+HeadLoss = Callable[..., torch.Tensor]
+"""(router, head's logits [N, E], true router's logits [N, E], K, its expert bias [E] or None) -> summed loss."""
 
 
 # -- phase 1: heads ----------------------------------------------------------------------------------------------------
 
 
-def head_kl(router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int) -> torch.Tensor:
+def head_kl(
+    router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
     """Summed divergence of the head's routing distribution from the true router's (method.md 2.1).
 
     softmax router: KL(softmax(target) || softmax(head)). sigmoid router: for each expert the KL between the two Bernoulli
@@ -36,9 +40,11 @@ def head_kl(router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: i
     return cross - entropy
 
 
-def head_bce(router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int) -> torch.Tensor:
-    """Multi-label BCE on the target's top-K set, summed over tokens and experts."""
-    labels_NE = torch.zeros_like(target_NE, dtype=torch.float32).scatter_(-1, target_NE.topk(k, -1).indices, 1.0)
+def head_bce(
+    router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multi-label BCE on the K experts that the true router chooses (groups and bias included), over tokens and experts."""
+    labels_NE = multi_hot(select(router, target_NE, k, bias_E), target_NE.shape[-1])
     return F.binary_cross_entropy_with_logits(head_NE.float(), labels_NE, reduction="sum")
 
 

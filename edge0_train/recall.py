@@ -31,9 +31,9 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
     hits: dict[str, dict[int, float]] = {name: defaultdict(float) for name in ("heads", *BASELINES)}
     targets = 0
     for batch in batches:
-        routing = path.native(k, batch.decoded_BT, capture=True)
+        routing = path.native(k, batch.decoded_BT, batch.start_BT, capture=True)
         path.hidden(batch.input_ids_BT, routing, use_cache=False)
-        at_BT = path.timeline(batch.decoded_BT)[0]
+        at_BT = path.timeline(batch.decoded_BT, batch.start_BT)[0]
         targets += int(at_BT.sum())
         for owner in tier.owners:
             true_BTE = multi_hot(routing.executed[owner + 1], tier.num_experts)
@@ -77,7 +77,7 @@ def _expert_counts(path: StudentPath, batches: Sequence[Batch]) -> dict[int, tor
     counts: dict[int, torch.Tensor] = {}
     add: Callable[[int, torch.Tensor], None] = lambda layer, n: counts.__setitem__(layer, counts.get(layer, 0) + n)  # noqa: E731
     for batch in batches:
-        routing = path.native(path.tier.k)
+        routing = path.native(path.tier.k, start_BT=batch.start_BT)
         path.hidden(batch.input_ids_BT, routing, use_cache=False)
         for layer, executed in routing.executed.items():
             add(layer, multi_hot(executed[batch.decoded_BT], path.tier.num_experts).sum(0))

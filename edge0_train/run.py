@@ -14,20 +14,25 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_train.config import Config, to_dict
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
+T = TypeVar("T")
 VOLATILE = ("resume", "dry_run", "logger", "threads")
 """Settings that may differ between a run and its continuation."""
 
@@ -38,6 +43,7 @@ class Run:
 
     directory: Path
     config: Config
+    is_new: bool = False
     started: float = field(default_factory=time.time)
     wandb: Any = None
 
@@ -56,12 +62,27 @@ class Run:
         if self.wandb:
             self.wandb.log({"step": step, **metrics})
 
-    def forget_after(self, step: int) -> None:
-        """Drop metric rows of steps that a resumed run will do again."""
+    def forget_after(self, step: int) -> dict[str, Any]:
+        """Drop metric rows of steps that a resumed run will do again; returns the last row that stays, without its step."""
         path = self.directory / "metrics.jsonl"
-        if path.exists():
-            rows = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
-            write_text(path, "".join(row + "\n" for row in rows))
+        if not path.exists():
+            return {}
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        write_text(path, "".join(kept))
+        return {k: v for k, v in json.loads(kept[-1]).items() if k != "step"} if kept else {}
+
+    def discard_if_unused(self) -> None:
+        """Remove a new run directory in which nothing happened yet, so that a corrected command can use its name."""
+        if self.wandb:
+            self.wandb.finish()
+        if self.is_new and {path.name for path in self.directory.iterdir()} <= {
+            "config.yaml",
+            "environment.json",
+            "wandb",
+        }:
+            shutil.rmtree(self.directory)
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Mark the run as finished; returns the summary with this session's wall time and peak memory added."""
@@ -71,17 +92,34 @@ class Run:
             "peak_rss_mib": peak_rss_mib(),
             **summary,
         }
-        write_json(self.directory / "done.json", summary)
+        if PartialState().is_main_process:
+            write_json(self.directory / "done.json", summary)
         if self.wandb:
             self.wandb.finish()
         return summary
 
 
 def open_run(config: Config) -> Run:
-    """Create the run directory, or take up an existing one when `resume=true`.
+    """Create the run directory, or take up an existing one when `resume=true`; rank 0 alone decides.
 
-    Raises Edge0Error when the directory exists without resume, or belongs to another configuration.
+    Raises Edge0Error (on every rank) when the directory exists without resume, or belongs to another configuration.
     """
+    state = PartialState()
+    problem, is_new = [""], [False]
+    if state.is_main_process:
+        try:
+            is_new = [_open_directory(config)]
+        except Edge0Error as error:
+            problem = [str(error)]
+    broadcast_object_list(problem)
+    broadcast_object_list(is_new)
+    if problem[0]:
+        raise Edge0Error(problem[0])
+    return Run(Path(config.run_dir), config, is_new=bool(is_new[0]))
+
+
+def _open_directory(config: Config) -> bool:
+    """Whether the directory is new."""
     directory = Path(config.run_dir)
     saved = directory / "config.yaml"
     if saved.exists():
@@ -90,19 +128,20 @@ def open_run(config: Config) -> Run:
                 f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
             )
         _same_config(yaml.safe_load(saved.read_text(encoding="utf-8")), to_dict(config), directory)
-    elif directory.exists() and any(directory.iterdir()):
+    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Edge0Error(f"run_dir: {directory} is not empty and is no run directory; choose another run_dir")
     else:
         directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / "environment.json", environment())
         write_text(saved, yaml.safe_dump(to_dict(config), sort_keys=False))
-    return Run(directory, config)
+        return True
+    return False
 
 
 def start_wandb(run: Run) -> None:
     """Open the W&B run, unless logger.wandb=disabled or the package is absent (metrics.jsonl has everything)."""
     logger = run.config.logger
-    if logger.wandb == "disabled":
+    if logger.wandb == "disabled" or not PartialState().is_main_process:
         return
     try:
         import wandb
@@ -118,6 +157,12 @@ def start_wandb(run: Run) -> None:
         settings=wandb.Settings(silent=True, console="off", disable_git=True),
     )
     run.wandb.define_metric("*", step_metric="step")
+
+
+def my_share(items: Sequence[T]) -> Sequence[T]:
+    """This rank's share of independent pieces of work: every n-th one."""
+    state = PartialState()
+    return items[state.process_index :: state.num_processes]
 
 
 def peak_rss_mib() -> int:

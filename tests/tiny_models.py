@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from edge0_runtime.contract.tier import Tier
 
 REPOSITORY = Path(__file__).parents[1]
-TOKENIZER = REPOSITORY / "edge0_train/assets/nano-teacher"
+TEACHER = REPOSITORY / "edge0_train/assets/nano-teacher"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 ARCHITECTURE: dict[str, Any] = {
@@ -122,5 +122,21 @@ def tiny_qwen3_5_moe(directory: Path | str, seed: int = 0, **overrides: Any) -> 
         tensors[disk_name] = values.to(dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name in TOKENIZER_FILES:
-        shutil.copyfile(TOKENIZER / name, directory / name)
+        shutil.copyfile(TEACHER / name, directory / name)
     return directory
+
+
+def random_qwen3_5_moe(tier: Tier, seed: int = 0) -> torch.nn.Module:
+    """A frozen float32 model of the tier's architecture, in memory only; routing and text depend on every token."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_moe_text", **dict(tier.architecture)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if name.endswith(("linear_attn.norm.weight", "dt_bias")):
+                parameter.copy_(1 + 0.1 * noise)
+            elif parameter.ndim > 1:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5 * (3.0 if "mlp.gate." in name else 1.0))
+            else:
+                parameter.copy_(0.3 * noise)
+    return model.requires_grad_(False).eval()

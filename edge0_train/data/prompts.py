@@ -55,7 +55,7 @@ def load_prompts(source: str, *, train: int, held_out: int, seed: int) -> Prompt
     return _split(_rows(source), source, train, held_out, seed)
 
 
-def _rows(source: str) -> Iterable[Any]:
+def _rows(source: str) -> Iterator[Any]:
     """Rows of a file or dataset, streamed."""
     suffix = Path(source).suffix
     kind = {".jsonl": "json", ".parquet": "parquet"}.get(suffix)
@@ -63,8 +63,9 @@ def _rows(source: str) -> Iterable[Any]:
         raise Edge0Error(f"text.prompts: {source} does not exist; give a .jsonl or .parquet file, or a dataset's name")
     try:
         if kind:
-            return load_dataset(kind, data_files=source, split="train", streaming=True)
-        return load_dataset(source, split="train", streaming=True)
+            yield from load_dataset(kind, data_files=source, split="train", streaming=True)
+        else:
+            yield from load_dataset(source, split="train", streaming=True)
     except Exception as error:  # datasets raises many types; all mean that the source cannot be read
         raise Edge0Error(
             f"text.prompts: {source!r} cannot be loaded ({error}); give tasks, a file, or a dataset"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import sha256_file
 from edge0_train.run import write_json, write_text
 
 IGNORE = -100
@@ -61,7 +62,7 @@ def read_rows(path: Path) -> list[TextRow]:
         try:
             data = json.loads(line)
             rows.append(TextRow(tuple(data.pop("prompt_ids")), tuple(data.pop("completion_ids")), **data))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Edge0Error(
                 f"{path}, line {number}: not a text row ({error}); write it with phase=teacher_text"
             ) from error
@@ -70,8 +71,8 @@ def read_rows(path: Path) -> list[TextRow]:
 
 def write_data(directory: Path, train: list[TextRow], held_out: list[TextRow], extra: dict[str, Any]) -> dict[str, Any]:
     """Write both sides and `card.json`: counts, lengths, finish reasons, fingerprint; returns the card."""
-    write_rows(directory / "train.jsonl", train)
-    write_rows(directory / "held_out.jsonl", held_out)
+    for name, rows in (("train", train), ("held_out", held_out)):
+        write_rows(directory / f"{name}.jsonl", rows)
     card = {name: _describe(rows) for name, rows in (("train", train), ("held_out", held_out))} | extra
     card["fingerprint"] = _fingerprint(directory)
     write_json(directory / "card.json", card)
@@ -85,6 +86,8 @@ def read_data(directory: str | Path, max_length: int) -> tuple[TextData, dict[st
     """
     directory = Path(directory)
     sides = {name: read_rows(directory / f"{name}.jsonl") for name in ("train", "held_out")}
+    if not (directory / "card.json").is_file():
+        raise Edge0Error(f"text.rows: {directory} has no card.json; run phase=teacher_text again")
     card = json.loads((directory / "card.json").read_text(encoding="utf-8"))
     if card["fingerprint"] != _fingerprint(directory):
         raise Edge0Error(f"text.rows: {directory} was changed after its card was written; run phase=teacher_text again")
@@ -126,7 +129,7 @@ def _describe(rows: Sequence[TextRow]) -> dict[str, Any]:
 def _fingerprint(directory: Path) -> str:
     digest = hashlib.sha256()
     for name in ("train.jsonl", "held_out.jsonl"):
-        digest.update((directory / name).read_bytes())
+        digest.update(f"{name}:{sha256_file(directory / name)}\n".encode())
     return digest.hexdigest()
 
 
@@ -135,12 +138,13 @@ def _fingerprint(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows padded on the right (a causal model's real positions never see the padding).
+    """Lines of one or several rows each, padded on the right (a causal model's real positions never see the padding).
 
     Attributes:
         input_ids_BT: all tokens but the last of each row.
         labels_BT: the next token where it belongs to the completion, IGNORE elsewhere.
         decoded_BT: bool; inputs that serving would process in decode steps (completion tokens).
+        start_BT: bool; the first input of every row, and of the padding.
         rows: the rows themselves, in order.
         valid: number of labels. tokens: number of real input tokens.
     """
@@ -148,31 +152,63 @@ class Batch:
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
     decoded_BT: torch.Tensor
+    start_BT: torch.Tensor
     rows: tuple[TextRow, ...]
     valid: int
     tokens: int
 
 
-def collate(rows: Sequence[TextRow], pad_id: int, device: torch.device | str = "cpu") -> Batch:
-    """Batch of rows, each [prompt ; completion] shifted by one into inputs and labels."""
-    width = max(row.length for row in rows) - 1
-    ids = torch.full((len(rows), width), pad_id)
-    labels = torch.full((len(rows), width), IGNORE)
-    decoded = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        sequence = torch.tensor(row.prompt_ids + row.completion_ids)
-        start, end = len(row.prompt_ids), row.length
-        ids[i, : end - 1] = sequence[:-1]
-        labels[i, start - 1 : end - 1] = sequence[start:]
-        decoded[i, start : end - 1] = True
+def collate(rows: Sequence[TextRow], pad_id: int, device: torch.device | str = "cpu", pack_length: int = 0) -> Batch:
+    """Batch of rows, each [prompt ; completion] shifted by one into inputs and labels.
+
+    With `pack_length`, rows are packed in order into lines of at most that many inputs (a longer row gets a line of its own);
+    otherwise every row is a line.
+    """
+    lines = pack(rows, pack_length)
+    width = max(sum(row.length - 1 for row in line) for line in lines)
+    ids = torch.full((len(lines), width), pad_id)
+    labels = torch.full((len(lines), width), IGNORE)
+    decoded = torch.zeros(len(lines), width, dtype=torch.bool)
+    start = torch.zeros(len(lines), width, dtype=torch.bool)
+    for i, line in enumerate(lines):
+        at = 0
+        for row in line:
+            sequence = torch.tensor(row.prompt_ids + row.completion_ids)
+            prompt, inputs = len(row.prompt_ids), row.length - 1
+            ids[i, at : at + inputs] = sequence[:-1]
+            labels[i, at + prompt - 1 : at + inputs] = sequence[prompt:]
+            decoded[i, at + prompt : at + inputs] = True
+            start[i, at] = True
+            at += inputs
+        if pack_length and at < width:
+            start[i, at] = True
     return Batch(
         ids.to(device),
         labels.to(device),
         decoded.to(device),
-        tuple(rows),
+        start.to(device),
+        tuple(row for line in lines for row in line),
         valid=int((labels != IGNORE).sum()),
         tokens=sum(row.length - 1 for row in rows),
     )
+
+
+def pack(rows: Sequence[TextRow], pack_length: int) -> list[list[TextRow]]:
+    """Rows in lines of at most `pack_length` inputs, first fit in the given order; 0: one row a line."""
+    if not pack_length:
+        return [[row] for row in rows]
+    lines: list[list[TextRow]] = []
+    room: list[int] = []
+    for row in rows:
+        inputs = row.length - 1
+        fit = next((i for i, free in enumerate(room) if free >= inputs), None)
+        if fit is None:
+            lines.append([row])
+            room.append(pack_length - inputs)
+        else:
+            lines[fit].append(row)
+            room[fit] -= inputs
+    return lines
 
 
 def shuffled(count: int, per_step: int, seed: int) -> Callable[[int], np.ndarray]:
@@ -190,8 +226,14 @@ def shuffled(count: int, per_step: int, seed: int) -> Callable[[int], np.ndarray
 
 
 def micro_batches(
-    rows: Sequence[TextRow], indices: np.ndarray, micro_rows: int, pad_id: int, device: torch.device | str
+    rows: Sequence[TextRow],
+    indices: np.ndarray,
+    micro_rows: int,
+    pad_id: int,
+    device: torch.device | str,
+    pack_length: int = 0,
 ) -> list[Batch]:
-    """The window of one step, cut into micro-batches."""
+    """The window of one step, cut into micro-batches of `micro_rows` rows."""
     chosen = [rows[i] for i in indices]
-    return [collate(chosen[i : i + micro_rows], pad_id, device) for i in range(0, len(chosen), micro_rows)]
+    parts = [chosen[i : i + micro_rows] for i in range(0, len(chosen), micro_rows)]
+    return [collate(part, pad_id, device, pack_length) for part in parts]

@@ -12,6 +12,7 @@ PHASES = {
     "quantize": quantize,
     "teacher_text": teacher_text,
     "head_distill": head_distill,
+    "head_refine": head_distill,
     "student_sft": student_sft,
     "on_policy": on_policy,
     "evaluate": evaluate,

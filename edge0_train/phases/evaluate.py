@@ -3,7 +3,7 @@
     python -m edge0_train phase=evaluate tier=nano
 
 Stages are the adapters found below `root`: the teacher, the int4 base at its own and at the served K, the base with untrained
-(warm-started) heads, then head_distill, student_sft and on_policy.
+(warm-started) heads, then what each phase of `chain` has made of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 
-from edge0_train.build import build_student, build_teacher, read_input
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.adapters import read_input
+from edge0_train.build import build_student, build_teacher
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_data
 from edge0_train.data.tasks import is_correct
@@ -32,7 +35,12 @@ from edge0_train.student import (
     lora_disabled,
 )
 
-LORA_STAGES = ("student_sft", "on_policy")
+STAGE_NAMES = {
+    "head_distill": "heads only",
+    "head_refine": "+ refinement",
+    "student_sft": "+ SFT",
+    "on_policy": "+ on-policy",
+}
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,16 @@ class Stage:
 
 def evaluate(config: Config, run: Run) -> dict[str, Any]:
     """Write `table.json` (in the summary) and print the table: loss and KL per completion token, exact match per task."""
-    tier, root = config.tier, Path(config.root)
+    tier = config.tier
     data, dropped = read_data(config.text.rows, config.text.max_length)
     rows = data.held_out[: config.sample.eval_prompts]
     print_plan(config, {"rows": f"{len(rows)} held-out prompts (dropped: {dropped or 'none'})"})
     if config.dry_run:
         return {}
-    heads_at = str(root / "head_distill")
-    lora_at = [name for name in LORA_STAGES if (root / name / tier.file_name("lora")).exists()]
-    student = build_student(config, prerouter=heads_at, new_lora=True)
+    adapters = _adapters(config)
+    if not any(kind == "prerouter" for _, kind, _ in adapters):
+        raise Edge0Error(f"root: no phase has written heads below {config.root}; run phase=head_distill first")
+    student = build_student(config, new_lora=True)
     teacher, path = build_teacher(config), student.path
     warm = PrerouterHeads(tier).to(path.model.device)
     warm.warm_start(lambda layer: path.router(layer).weight)
@@ -65,14 +74,19 @@ def evaluate(config: Config, run: Run) -> dict[str, Any]:
         Stage(f"int4, K={tier.base_k}", path, tier.base_k),
         Stage(f"int4, K={tier.k}", path, tier.k),
         Stage("untrained heads", path, None, warm),
-        Stage("heads only", path, None, path.heads),
     ]
-    for name in lora_at:
-        adapter = read_input(config, "lora", str(root / name))
-        assert adapter
-        stages.append(
-            Stage({"student_sft": "+ SFT", "on_policy": "+ on-policy"}[name], path, None, path.heads, adapter.tensors)
+    heads, lora = warm, None
+    for phase, kind, adapter in adapters:
+        check_binding(
+            student.base.fingerprint, adapter if kind == "prerouter" else None, adapter if kind == "lora" else None
         )
+        if kind == "prerouter":
+            heads = PrerouterHeads(tier).to(path.model.device)
+            heads.load(adapter.tensors)
+        else:
+            lora = adapter.tensors
+        stage = Stage(STAGE_NAMES[phase], path, None, heads, lora)
+        stages = [*(s for s in stages if s.name != stage.name), stage]
 
     batches = [collate(rows[i : i + 64], student.chat.pad_id, path.model.device) for i in range(0, len(rows), 64)]
     reference = [_hidden(teacher, batch, teacher.native(tier.base_k)) for batch in batches]
@@ -93,6 +107,18 @@ def evaluate(config: Config, run: Run) -> dict[str, Any]:
     )
     print(text)
     return {"rows": len(rows), "table": results}
+
+
+def _adapters(config: Config) -> list[tuple[str, Kind, Adapter]]:
+    """(phase, kind, file) of every adapter that the chain has written, in order; a phase's heads before its LoRA."""
+    found: list[tuple[str, Kind, Adapter]] = []
+    for phase in config.chain:
+        for kind in KINDS:
+            path = Path(config.root) / phase / config.tier.file_name(kind)
+            adapter = read_input(config, kind, str(path)) if path.is_file() else None
+            if adapter:
+                found.append((phase, kind, adapter))
+    return found
 
 
 @torch.no_grad()

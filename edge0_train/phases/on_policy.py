@@ -16,22 +16,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from accelerate import PartialState
+from safetensors.torch import load_file, save
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.provenance import DataSource
-from edge0_train.build import Student, build_student, build_teacher, hash_files, write_output
+from edge0_train.adapters import hash_files, input_path, write_output
+from edge0_train.build import Student, build_student, build_teacher
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.prompts import Prompt, load_prompts
-from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled, write_rows
+from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled
 from edge0_train.loop import Problem, train
 from edge0_train.losses import chunked, reverse_kl, topk_with_tail
 from edge0_train.phases.student_sft import lora_parameters
-from edge0_train.phases.teacher_text import complete
+from edge0_train.phases.teacher_text import complete_shards
 from edge0_train.report import print_plan
-from edge0_train.run import Run
+from edge0_train.run import Run, my_share
 from edge0_train.student import StudentPath, lora_tensors
 
 
@@ -62,8 +64,9 @@ class ScoredBatch:
 
 def on_policy(config: Config, run: Run) -> dict[str, Any]:
     """Train the LoRA on its own completions; base and heads stay frozen."""
-    tier, optim, inputs, rounds = config.tier, config.optim, config.inputs, config.on_policy.rounds
-    if not inputs.prerouter or not inputs.lora:
+    tier, optim, rounds = config.tier, config.optim, config.on_policy.rounds
+    prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
+    if not prerouter or not lora:
         raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
     if optim.steps % rounds:
         raise Edge0Error(f"optim.steps: {optim.steps} is not a multiple of on_policy.rounds={rounds}")
@@ -74,7 +77,7 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
             f"text.prompts: {len(prompts.train)} prompts, but {rounds} rounds of {rows} rows need {rows * rounds};"
             " lower optim.steps or optim.rows"
         )
-    student = build_student(config, prerouter=inputs.prerouter, lora=inputs.lora)
+    student = build_student(config, prerouter=prerouter, lora=lora)
     trainable = lora_parameters(student.path)
     print_plan(
         config,
@@ -112,58 +115,61 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         lora_tensors(student.path.model, tier),
         student.base,
         result,
-        DataSource(hash_files(sorted(run.directory.glob("round-*/rollout.jsonl"))), rows * rounds),
+        DataSource(hash_files(sorted(run.directory.glob("round-*/rollout-*.jsonl"))), rows * rounds),
         {"prerouter": student.prerouter, "lora": student.lora},
+        prerouter_sha256=student.prerouter.sha256 if student.prerouter else None,
     )
-    return {**result, "rounds": [_describe(read_rows(_round(run, n) / "rollout.jsonl")) for n in range(rounds)]}
+    return {**result, "rounds": [_describe(_stored(run, n)) for n in range(rounds)]}
 
 
 def _round(run: Run, number: int) -> Path:
     directory = run.directory / f"round-{number:03d}"
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def _stored(run: Run, number: int) -> list[TextRow]:
+    """The rollout of a round that is on disk."""
+    return [row for file in sorted(_round(run, number).glob("rollout-*.jsonl")) for row in read_rows(file)]
 
 
 def _rollout(config: Config, run: Run, student: Student, prompts: list[Prompt], number: int) -> list[TextRow]:
     """The round's completions by the student as it is now; a rollout that is on disk is taken as it is."""
-    file = _round(run, number) / "rollout.jsonl"
-    if not file.exists():
-        rows: list[TextRow] = []
-        for start in range(0, len(prompts), config.sample.batch):
-            chosen = prompts[start : start + config.sample.batch]
-            rows += complete(config, student.path, student.chat, chosen, None, (f"round-{number}", start))
-        write_rows(file, rows)
-    return read_rows(file)
+    return complete_shards(config, _round(run, number), student.path, student.chat, prompts, None, f"rollout-{number}")
 
 
-@torch.no_grad()
 def _score(
     config: Config, run: Run, teacher: StudentPath, pad_id: int, rollout: list[TextRow], number: int
 ) -> list[Scored]:
-    """The teacher's top-k and tail at every completion token, cached as safetensors; native at its published K."""
-    file = _round(run, number) / "scores.safetensors"
-    if not file.exists():
-        tensors: dict[str, torch.Tensor] = {}
-        for start in range(0, len(rollout), config.sample.batch):
-            batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
-            hidden = teacher.hidden(batch.input_ids_BT, teacher.native(teacher.tier.base_k), use_cache=False)
-            at_BT = batch.labels_BT != IGNORE
-            parts = [
-                topk_with_tail(teacher.model.lm_head(part), config.on_policy.top_k)
-                for part in hidden.last_hidden_state[at_BT].split(1024)
-            ]
-            lengths = at_BT.sum(1).tolist()
-            columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
-            for row, (ids, logp, tail) in enumerate(zip(*columns, strict=True), start):
-                tensors |= {
-                    f"{row}.ids": ids.contiguous(),
-                    f"{row}.logp": logp.contiguous(),
-                    f"{row}.tail": tail.contiguous(),
-                }
-        with atomic_replace(file) as temporary:
-            save_file(tensors, str(temporary))
-    stored = load_file(str(file))
-    return [Scored(stored[f"{i}.ids"], stored[f"{i}.logp"], stored[f"{i}.tail"]) for i in range(len(rollout))]
+    """The teacher's view of every row, cached as safetensors batch by batch, each rank its share of the batches."""
+    files = {
+        n: _round(run, number) / f"scores-{n:08d}.safetensors" for n in range(0, len(rollout), config.sample.batch)
+    }
+    missing = [start for start, file in files.items() if not file.exists()]
+    PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
+    for start in my_share(missing):
+        batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
+        with atomic_replace(files[start]) as temporary:
+            temporary.write_bytes(save(_teacher_scores(teacher, batch, config.on_policy.top_k)))
+    PartialState().wait_for_everyone()
+    scores = []
+    for file in files.values():
+        stored = load_file(str(file))
+        lengths = stored["lengths"].tolist()
+        columns = [stored[f.name].split(lengths) for f in dataclasses.fields(Scored)]
+        scores += [Scored(*row) for row in zip(*columns, strict=True)]
+    return scores
+
+
+@torch.no_grad()
+def _teacher_scores(teacher: StudentPath, batch: Batch, top_k: int) -> dict[str, torch.Tensor]:
+    """Top-k and tail at every completion token of the batch, row after row; the teacher is native at its published K."""
+    output = teacher.hidden(batch.input_ids_BT, teacher.native(teacher.tier.base_k), use_cache=False)
+    at_BT = batch.labels_BT != IGNORE
+    parts = [topk_with_tail(teacher.model.lm_head(part), top_k) for part in output.last_hidden_state[at_BT].split(1024)]
+    columns = [torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True)]
+    names = [f.name for f in dataclasses.fields(Scored)]
+    return dict(zip(names, columns, strict=True)) | {"lengths": at_BT.sum(1).cpu()}
 
 
 def _window(
@@ -183,7 +189,7 @@ def _window(
 def _loss(path: StudentPath, micro: ScoredBatch) -> tuple[torch.Tensor, dict[str, float]]:
     """Summed reverse KL on the student path, and the teacher's mass on its top-k."""
     batch, scored = micro.batch, micro.scored
-    output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT), use_cache=False)
+    output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT, batch.start_BT), use_cache=False)
     hidden_NH = output.last_hidden_state[batch.labels_BT != IGNORE]
     value = chunked(reverse_kl, hidden_NH, path.model.lm_head, scored.ids_CS, scored.logp_CS, scored.log_tail_C)
     return value, {"teacher_mass": float(scored.logp_CS.exp().sum())}

@@ -5,10 +5,13 @@ python -m edge0_train phase=teacher_text tier=nano sample.prompts=4096
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from edge0_train.build import build_teacher
 from edge0_train.config import Config
@@ -16,7 +19,7 @@ from edge0_train.data.chat import Chat
 from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import TextRow, read_rows, write_data, write_rows
 from edge0_train.report import print_plan, progress
-from edge0_train.run import Run
+from edge0_train.run import Run, my_share
 from edge0_train.student import Sampling, StudentPath, generate
 
 
@@ -42,24 +45,37 @@ def teacher_text(config: Config, run: Run) -> dict[str, Any]:
     sides = {}
     for name, side in (("train", prompts.train), ("held_out", prompts.held_out)):
         sides[name] = _complete(config, run, teacher, chat, side, name)
-    card = write_data(run.directory, sides["train"], sides["held_out"], {"dropped_prompts": prompts.dropped})
-    return {"card": card}
+    if not PartialState().is_main_process:
+        return {}
+    return {"card": write_data(run.directory, sides["train"], sides["held_out"], {"dropped_prompts": prompts.dropped})}
 
 
 def _complete(
     config: Config, run: Run, teacher: StudentPath, chat: Chat, prompts: Sequence[Prompt], name: str
 ) -> list[TextRow]:
-    """Complete `prompts` in order, shard by shard; a shard that is on disk is taken as it is."""
-    shards = run.directory / "shards"
-    shards.mkdir(exist_ok=True)
-    rows: list[TextRow] = []
-    for start in progress(range(0, len(prompts), config.sample.batch), f"teacher_text {name}"):
-        shard = shards / f"{name}-{start:08d}.jsonl"
-        if not shard.exists():
-            chosen = prompts[start : start + config.sample.batch]
-            write_rows(shard, complete(config, teacher, chat, chosen, teacher.tier.base_k, (name, start)))
-        rows += read_rows(shard)
-    return rows
+    """Complete `prompts` in order, each rank its share of the shards; a shard that is on disk is taken as it is."""
+    return complete_shards(config, run.directory / "shards", teacher, chat, prompts, teacher.tier.base_k, name)
+
+
+def complete_shards(
+    config: Config,
+    directory: Path,
+    path: StudentPath,
+    chat: Chat,
+    prompts: Sequence[Prompt],
+    native_k: int | None,
+    name: str,
+) -> list[TextRow]:
+    """Rows of all prompts, in order; batches of them are files in `directory`, spread over the ranks."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = {start: directory / f"{name}-{start:08d}.jsonl" for start in range(0, len(prompts), config.sample.batch)}
+    missing = [start for start, shard in shards.items() if not shard.exists()]
+    PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
+    for start in progress(my_share(missing), f"{config.phase} {name}"):
+        chosen = prompts[start : start + config.sample.batch]
+        write_rows(shards[start], complete(config, path, chat, chosen, native_k, (name, start)))
+    PartialState().wait_for_everyone()
+    return [row for shard in shards.values() for row in read_rows(shard)]
 
 
 def complete(
@@ -74,7 +90,7 @@ def complete(
     ids = [chat.prompt_ids(prompt) for prompt in prompts]
     name, number = stream
     generator = torch.Generator(device=path.model.device)
-    generator.manual_seed(((config.seed * 1009 + sum(name.encode())) * 1_000_003 + number) % 2**63)
+    generator.manual_seed(zlib.crc32(f"{config.seed}/{name}/{number}".encode()))
     sample = config.sample
     completions = generate(
         path,

@@ -19,6 +19,7 @@ from torch import nn
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_train.student.heads import PrerouterHeads
+from edge0_train.student.packing import Documents, isolate_documents
 from edge0_train.student.routing import multi_hot, select, weigh
 
 
@@ -38,6 +39,7 @@ class RoutingPass:
         k: experts per token.
         predicted_BT: bool; inputs routed by prediction. None: every layer keeps its own gate.
         previous_valid_BT: bool; inputs whose previous one-hot is input t-1's routing rather than zeros.
+        start_BT: bool; first inputs of the documents packed into a row. None: one document a row.
         capture: keep the owners' features and all routers' logits (head training, recall).
         state: carried over from the pass before, and to the next one, when decoding with a cache.
         features: {owner: [B, T, F]}; router_logits: {layer: [B, T, E]}; filled when `capture`.
@@ -47,6 +49,7 @@ class RoutingPass:
     k: int
     predicted_BT: torch.Tensor | None = None
     previous_valid_BT: torch.Tensor | None = None
+    start_BT: torch.Tensor | None = None
     capture: bool = False
     state: PrerouterState | None = None
     features: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -69,42 +72,71 @@ class StudentPath:
         self.tier, self.heads = tier, heads
         self._pass: RoutingPass | None = None
         self._batch_shape = (0, 0)
+        self._documents: Documents | None = None
         for layer in tier.layout.moe_layers(tier.architecture):
             gate = self.router(layer)
             gate.register_forward_hook(self._hook(layer))
+        isolate_documents(model, lambda: self._documents)
 
     def router(self, layer: int) -> Any:
         """Layer's router module: has `.weight` [E, H] and, for the sigmoid kind, `.e_score_correction_bias` [E]."""
         return self.model.model.layers[layer].mlp.gate
 
-    def timeline(self, decoded_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(predicted, previous one-hot valid), bool [B, T] each, from the inputs that serving processes in decode steps."""
-        rule, rows = self.tier.first_token, decoded_BT.cpu().numpy()
-        predicted = np.stack([predicted_mask(rule, row) for row in rows])
-        valid = np.stack([previous_valid_mask(rule, row) for row in predicted])
-        return torch.from_numpy(predicted).to(decoded_BT.device), torch.from_numpy(valid).to(decoded_BT.device)
+    def timeline(
+        self, decoded_BT: torch.Tensor, start_BT: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(predicted, previous one-hot valid), bool [B, T] each.
 
-    def native(self, k: int, decoded_BT: torch.Tensor | None = None, capture: bool = False) -> RoutingPass:
+        Args:
+            decoded_BT: inputs that serving processes in decode steps.
+            start_BT: first inputs of the documents packed into the rows; None: one document a row.
+        """
+        rule, device = self.tier.first_token, decoded_BT.device
+        decoded = decoded_BT.cpu().numpy()
+        starts = [None] * len(decoded) if start_BT is None else list(start_BT.cpu().numpy())
+        predicted = [predicted_mask(rule, row, start) for row, start in zip(decoded, starts, strict=True)]
+        valid = [previous_valid_mask(rule, row, start) for row, start in zip(predicted, starts, strict=True)]
+        return torch.from_numpy(np.stack(predicted)).to(device), torch.from_numpy(np.stack(valid)).to(device)
+
+    def native(
+        self,
+        k: int,
+        decoded_BT: torch.Tensor | None = None,
+        start_BT: torch.Tensor | None = None,
+        capture: bool = False,
+    ) -> RoutingPass:
         """A pass in which every layer keeps its own gate with k experts.
 
         With `decoded_BT`, captured features have the previous one-hots that decoding would give them.
         """
-        valid_BT = None if decoded_BT is None else self.timeline(decoded_BT)[1]
-        return RoutingPass(k=k, previous_valid_BT=valid_BT, capture=capture)
+        valid_BT = None if decoded_BT is None else self.timeline(decoded_BT, start_BT)[1]
+        return RoutingPass(k=k, previous_valid_BT=valid_BT, start_BT=start_BT, capture=capture)
 
-    def predicted(self, decoded_BT: torch.Tensor, capture: bool = False) -> RoutingPass:
+    def predicted(
+        self, decoded_BT: torch.Tensor, start_BT: torch.Tensor | None = None, capture: bool = False
+    ) -> RoutingPass:
         """A pass under the tier's timeline, given which inputs serving would process in decode steps."""
-        predicted_BT, valid_BT = self.timeline(decoded_BT)
-        return RoutingPass(k=self.tier.k, predicted_BT=predicted_BT, previous_valid_BT=valid_BT, capture=capture)
+        predicted_BT, valid_BT = self.timeline(decoded_BT, start_BT)
+        return RoutingPass(
+            k=self.tier.k, predicted_BT=predicted_BT, previous_valid_BT=valid_BT, start_BT=start_BT, capture=capture
+        )
 
     def hidden(self, input_ids_BT: torch.Tensor, routing: RoutingPass, **inputs: Any) -> Any:
         """Run the base's decoder (no language-model head) under `routing`; transformers' output object.
 
-        `routing` stays in force until the next call, because gradient checkpointing runs the hooks again in backward.
+        Documents packed into a row (`routing.start_BT`) do not see each other. `routing` stays in force until the next call,
+        because gradient checkpointing runs the hooks again in backward.
         """
         if routing.predicted_BT is not None and self.heads is None:
             raise ValueError("routing: a predicted pass needs prerouter heads; build StudentPath with heads")
+        if routing.executed:
+            raise ValueError("routing: this pass has run already; make a new RoutingPass for every forward")
         self._pass, self._batch_shape = routing, (input_ids_BT.shape[0], input_ids_BT.shape[1])
+        self._documents = None
+        if routing.start_BT is not None and routing.start_BT[:, 1:].any():
+            self._documents = Documents.of(routing.start_BT)
+            # From positions that start again, transformers makes the block-diagonal mask of full attention.
+            inputs["position_ids"] = self._documents.position_BT
         return self.model.model(input_ids=input_ids_BT, **inputs)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
@@ -131,18 +163,21 @@ class StudentPath:
                     indices_NK = torch.where(by_head_N1, by_head_NK, own_NK)
             weights_NK = weigh(self.tier.router, routed_by_NE, indices_NK)
 
+            if is_owner and (routing.predicted_BT is not None or routing.capture):
+                # Recomputed as well: gradient checkpointing wants the very tensors saved that the first forward saved.
+                one_hot_source = indices_NK if self.tier.feature_topk == "executed" else own_NK
+                self._publish(layer, args[0], one_hot_source, routing, keep=not recomputing)
             if not recomputing:
                 routing.executed[layer] = indices_NK.unflatten(0, self._batch_shape)
                 if routing.capture:
                     routing.router_logits[layer] = logits_NE.float().unflatten(0, self._batch_shape)
-                if is_owner and (routing.predicted_BT is not None or routing.capture):
-                    one_hot_source = indices_NK if self.tier.feature_topk == "executed" else own_NK
-                    self._publish(layer, args[0], one_hot_source, routing)
             return logits_NE, weights_NK.to(output[1].dtype), indices_NK
 
         return route
 
-    def _publish(self, owner: int, hidden: torch.Tensor, indices_NK: torch.Tensor, routing: RoutingPass) -> None:
+    def _publish(
+        self, owner: int, hidden: torch.Tensor, indices_NK: torch.Tensor, routing: RoutingPass, keep: bool
+    ) -> None:
         """Build owner's features at all positions; with a predicted pass, also its logits shifted to the next input."""
         shape = self._batch_shape
         routed_BTE = multi_hot(indices_NK, self.tier.num_experts).unflatten(0, shape)
@@ -152,14 +187,16 @@ class StudentPath:
             before_BTE = before_BTE * routing.previous_valid_BT[..., None]
         hidden_BTH = hidden.reshape(*shape, -1).float()
         features_BTF = torch.cat([hidden_BTH, routed_BTE, before_BTE], dim=-1)
-        if routing.capture:
+        if routing.capture and keep:
             routing.features[owner] = features_BTF
         if routing.predicted_BT is None:
             return
         assert self.heads is not None
         logits_BTE = self.heads(owner, features_BTF)
-        routing.predictions[owner] = _shift(logits_BTE, routing.state.logits.get(owner) if routing.state else None)
-        if routing.state:
+        shifted_BTE = _shift(logits_BTE, routing.state.logits.get(owner) if routing.state else None)
+        if keep:
+            routing.predictions[owner] = shifted_BTE
+        if keep and routing.state:
             routing.state.logits[owner] = logits_BTE[:, -1]
             routing.state.routing[owner] = routed_BTE[:, -1]
 

@@ -17,6 +17,7 @@ def scores(router: Router, logits_NE: torch.Tensor) -> torch.Tensor:
     return logits_NE.softmax(-1) if router.kind == "softmax_topk" else logits_NE.sigmoid()
 
 
+@torch.no_grad()
 def select(router: Router, logits_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """The k chosen experts of every token: int64 [N, k], in no particular order.
 

@@ -18,7 +18,7 @@ SMALL = (
     "sample.prompts=320",
     "sample.eval_prompts=32",
 )
-STEPS = {"head_distill": 60, "student_sft": 12, "on_policy": 4}
+STEPS = {"head_distill": 60, "head_refine": 12, "student_sft": 12, "on_policy": 4}
 """Enough for heads to beat the trivial baselines, far too few for quality."""
 
 

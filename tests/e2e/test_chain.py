@@ -36,8 +36,8 @@ def test_adapters_carry_contract_and_lineage(chain: Path) -> None:
     heads = read_adapter(chain / "model" / "prerouter_edge0_nano.safetensors", "prerouter")
     lora = read_adapter(chain / "model" / "lora_edge0_nano.safetensors", "lora")
     assert heads.provenance and lora.provenance
-    assert [record.phase for record in heads.provenance.phases] == ["head_distill"]
-    assert [record.phase for record in lora.provenance.phases] == ["head_distill", "student_sft", "on_policy"]
+    assert [record.phase for record in heads.provenance.phases] == ["head_distill", "head_refine", "student_sft"]
+    assert [record.phase for record in lora.provenance.phases] == [*STEPS]
     assert lora.provenance.prerouter_sha256 == heads.sha256
     assert lora.provenance.base_fingerprint == heads.provenance.base_fingerprint
     for record in (*heads.provenance.phases, *lora.provenance.phases):
@@ -47,18 +47,18 @@ def test_adapters_carry_contract_and_lineage(chain: Path) -> None:
 def test_training_moves_the_student_towards_the_teacher(chain: Path) -> None:
     """Even this short: trained heads beat untrained ones, and the LoRA beats heads alone (nano.md's safe margins)."""
     rows = {row["stage"]: row for row in json.loads((chain / "evaluate" / "done.json").read_text())["table"]}
-    assert rows["untrained heads"]["kl"] > 2 * rows["heads only"]["kl"]
+    assert rows["untrained heads"]["kl"] > 1.3 * rows["heads only"]["kl"]
     assert rows["heads only"]["kl"] > rows["+ SFT"]["kl"]
     assert rows["+ on-policy"]["kl"] < 1.2 * rows["+ SFT"]["kl"]
     assert rows["teacher, K=8"]["kl"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("phase", ["head_distill", "student_sft", "on_policy"])
+@pytest.mark.parametrize("phase", [*STEPS])
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     chain: Path, train: Cli, tmp_path: Path, phase: str
 ) -> None:
     """kill -9 once a checkpoint exists, resume: the adapter's tensors are bit for bit the uninterrupted run's."""
-    kind = "prerouter" if phase == "head_distill" else "lora"
+    kind = "prerouter" if phase.startswith("head") else "lora"
     where = (f"root={chain}", f"run_dir={tmp_path / phase}", *phase_settings(phase, STEPS[phase]))
     process = subprocess.Popen(
         [sys.executable, "-m", "edge0_train", f"phase={phase}", *where], stdout=subprocess.DEVNULL
@@ -131,3 +131,15 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.05)
             raise AssertionError("the process ended before it wrote what the test waits for")
+
+
+def test_two_ranks_equal_one(chain: Path, tmp_path: Path) -> None:
+    """Two gloo processes share the micro-batches of every step; the LoRA is the one process's, up to float error."""
+    where = (f"root={chain}", f"run_dir={tmp_path / 'run'}", *phase_settings("student_sft", STEPS["student_sft"]))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "edge0_train"]
+    subprocess.run([*launch, "phase=student_sft", *where], check=True, timeout=300, capture_output=True)
+    two = read_adapter(tmp_path / "run" / "lora_edge0_nano.safetensors", "lora").tensors
+    one = read_adapter(chain / "student_sft" / "lora_edge0_nano.safetensors", "lora").tensors
+    for key, value in one.items():
+        difference = np.abs(value.astype(np.float32) - two[key].astype(np.float32)).max()
+        assert difference <= 2e-3 * np.abs(value).max(), (key, difference)

@@ -25,7 +25,7 @@ from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import affine, describe, load_base, load_teacher, quantize_checkpoint
-from tests.tiny_models import ARCHITECTURE, TOKENIZER_DIRECTORIES, tiny_qwen3_5_moe, tiny_tier
+from tests.tiny_models import ARCHITECTURE, TEACHER, tiny_qwen3_5_moe, tiny_tier
 
 MLX_DTYPES = {torch.float32: mx.float32, torch.bfloat16: mx.bfloat16, torch.float16: mx.float16}
 LOGITS_TOLERANCE = 1e-5  # relative L2; measured 3e-6 to 6e-6
@@ -307,13 +307,10 @@ def test_a_dtype_that_is_no_base_dtype_is_refused(int4: Path, dtype: torch.dtype
 
 
 def test_the_nano_teacher_quantises_and_loads(tmp_path: Path) -> None:
-    found = [path for path in TOKENIZER_DIRECTORIES if (path / "model.safetensors").is_file()]
-    if not found:
-        pytest.skip("no nano-teacher weights on this machine")
-    summary = quantize_checkpoint(found[0], tmp_path / "int4", builtin_tier("nano"))
+    summary = quantize_checkpoint(TEACHER, tmp_path / "int4", builtin_tier("nano"))
     assert (summary["int4_modules"], summary["int8_modules"]) == (87, 16)
     assert logits_differ(tmp_path / "int4", builtin_tier("nano")) == []
-    load_teacher(found[0], dtype=torch.float32)
+    load_teacher(TEACHER, dtype=torch.float32)
 
 
 # -- strictness

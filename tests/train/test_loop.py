@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file, save_file
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import KEEP, checkpoints, load_checkpoint, save_checkpoint
-from edge0_train.config import Logger, Optim
+from edge0_train.config import Config, Logger, Optim, config_directory, read_config
 from edge0_train.loop import Interrupted, Problem, learning_rate, train
-from edge0_train.run import Run
+from edge0_train.run import Run, open_run
 
 OPTIM = Optim(steps=6, rows=8, micro_rows=3, lr=1e-2, weight_decay=0.01, warmup=2, schedule="cosine", clip=1.0)
 ROWS = 8
@@ -98,8 +100,9 @@ def metrics(run: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
 
 
-def optimizer_state(directory: Path) -> bytes:
-    return checkpoints(directory / "checkpoints")[-1].read_bytes()
+def newest(directory: Path) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint: values, moments, step counters."""
+    return load_file(str(checkpoints(directory / "checkpoints")[-1]))
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -136,7 +139,9 @@ def test_stopping_by_a_signal_and_resuming_is_exact(tmp_path, straight, stop):
     values, rows, _ = straight
     assert same(second.values(), values) and metrics(resumed) == rows
     assert second.calls == 3 * (OPTIM.steps - stop)
-    assert optimizer_state(tmp_path / "run") == optimizer_state(tmp_path / "straight")
+    state, want = newest(tmp_path / "run"), newest(tmp_path / "straight")
+    assert state.keys() == want.keys() and len(state) == 4 * len(values)
+    assert all(torch.equal(state[name], want[name]) for name in state)
 
 
 @pytest.mark.parametrize("stop", [3, OPTIM.steps])
@@ -365,34 +370,32 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 
 @pytest.mark.parametrize("left", [0, 7, 100, -1])
 def test_a_truncated_checkpoint_is_named(tmp_path, left):
-    newest = checkpoints(trained(tmp_path / "run"))[-1]
-    newest.write_bytes(newest.read_bytes()[:left])
+    file = checkpoints(trained(tmp_path / "run"))[-1]
+    file.write_bytes(file.read_bytes()[:left])
     toy = Toy()
     before = toy.values()
-    with pytest.raises(Edge0Error, match=newest.name):
+    with pytest.raises(Edge0Error, match=file.name):
         train(run_in(tmp_path / "run", resume=True), OPTIM, toy.problem())
     assert same(toy.values(), before)
 
 
 def test_a_checkpoint_of_other_tensors_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    newest = checkpoints(trained(tmp_path / "run"))[-1]
-    tensors = load_file(str(newest))
+    file = checkpoints(trained(tmp_path / "run"))[-1]
+    tensors = load_file(str(file))
     cases = {
         "stranger": tensors | {"value:other": torch.zeros(1)},
         "lacking": {k: v for k, v in tensors.items() if k != "value:0.bias"},
         "shape": tensors | {"value:0.bias": torch.zeros(7)},
     }
     for name, content in cases.items():
-        save_file(content, str(newest), metadata={"step": "6"})
+        save_file(content, str(file), metadata={"step": "6"})
         toy = Toy()
-        with pytest.raises(Edge0Error, match=newest.name):
-            load_checkpoint(newest, toy.parameters, torch.optim.AdamW(toy.model.parameters()))
+        with pytest.raises(Edge0Error, match=file.name):
+            load_checkpoint(file, toy.parameters, torch.optim.AdamW(toy.model.parameters()))
             pytest.fail(name)
-    save_file(tensors, str(newest))  # without a step
-    with pytest.raises(Edge0Error, match=newest.name):
-        load_checkpoint(newest, toy.parameters, torch.optim.AdamW(toy.model.parameters()))
+    save_file(tensors, str(file))  # without a step
+    with pytest.raises(Edge0Error, match=file.name):
+        load_checkpoint(file, toy.parameters, torch.optim.AdamW(toy.model.parameters()))
 
 
 def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
@@ -400,7 +403,7 @@ def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
     for name in ("step-9.safetensors", ".step-00000009.safetensors.12-ab.tmp", "notes.txt"):
         (directory / name).write_text("x")
     toy = Toy()
-    save_checkpoint(directory, 7, toy.parameters, torch.optim.AdamW(toy.model.parameters()))
+    save_checkpoint(directory, 7, 0, toy.parameters, torch.optim.AdamW(toy.model.parameters()))
     assert len(list(directory.iterdir())) == KEEP + 3
     assert [p.name for p in checkpoints(directory)][-1] == "step-00000007.safetensors"
 
@@ -410,7 +413,7 @@ def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
 WORKER = Path(__file__)
 MICRO_ROWS = {"shared": 3, "one micro-batch": 8, "signal": 3}
 """Three micro-batches over two ranks; a single one, of which the second rank gets none; a signal to one of the ranks."""
-TIMEOUT = 60
+TIMEOUT = 90
 
 
 @pytest.fixture(scope="module")
@@ -448,11 +451,24 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return directory, results, errors
 
 
+def a_config(root: Path) -> Config:
+    with initialize_config_dir(str(config_directory()), version_base=None):
+        return read_config(compose("train", [f"root={root}"]))
+
+
 def worker(directory: Path) -> None:
     """One rank."""
     from accelerate import PartialState
 
     rank = PartialState(cpu=True).process_index
+    config, opened, end = a_config(directory / "opened"), "yes", time.monotonic() + 15
+    while rank and not (Path(config.run_dir) / "config.yaml").exists() and time.monotonic() < end:
+        time.sleep(0.05)  # rank 0 is first
+    try:
+        open_run(config)
+    except Edge0Error as error:
+        opened = str(error)
+    (directory / f"opened-{rank}.txt").write_text(opened)
     for case, micro_rows in MICRO_ROWS.items():
         (directory / case).mkdir(exist_ok=True)
         signalled = case == "signal" and rank == 0
@@ -479,6 +495,12 @@ def test_two_ranks_equal_one(tmp_path, two_ranks, case):
             assert results[case][0]["result"][name] == pytest.approx(value, rel=1e-5), name
     for a, b in zip(metrics(run_in(directory / case)), metrics(alone), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_ranks_share_one_run_directory(two_ranks):
+    """Rank 0 alone decides whether the directory exists already; for the others it always does."""
+    directory, _, errors = two_ranks
+    assert [(directory / f"opened-{rank}.txt").read_text() for rank in range(2)] == ["yes", "yes"], errors
 
 
 def test_a_signal_to_one_rank_stops_both(two_ranks):

@@ -13,10 +13,11 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from edge0_train.config import Config, config_directory, read_config, to_dict
+from edge0_train.config import Config, config_directory, read_config
 from edge0_train.run import code_commit, open_run
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def test_a_new_run_writes_what_it_is(config):
     run = open_run(config)
     assert run.directory == Path(config.run_dir) and not run.is_done
     assert sorted(p.name for p in run.directory.iterdir()) == ["config.yaml", "environment.json"]
-    assert yaml.safe_load((run.directory / "config.yaml").read_text()) == to_dict(config)
+    assert read_config(OmegaConf.load(run.directory / "config.yaml")) == config
 
 
 def test_environment_names_command_versions_and_code(config, monkeypatch):
@@ -165,7 +166,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 weight = torch.nn.Parameter(torch.full((100, 100), 7.0))
 try:
-    save_checkpoint(Path(sys.argv[1]), 2, {"weight": weight}, torch.optim.AdamW([weight]))
+    save_checkpoint(Path(sys.argv[1]), 2, 0, {"weight": weight}, torch.optim.AdamW([weight]))
 except Edge0Error as error:
     print(f"Edge0Error: {error}")
 except BaseException as error:
@@ -179,7 +180,7 @@ def saved(directory: Path) -> torch.nn.Parameter:
     optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
     optimizer.step()
-    save_checkpoint(directory, 1, {"weight": weight}, optimizer)
+    save_checkpoint(directory, 1, 0, {"weight": weight}, optimizer)
     return weight
 
 
@@ -192,7 +193,7 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_says_so(tmp_path):
     )
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]  # no rubbish either
     restored = torch.nn.Parameter(torch.zeros(100, 100))
-    assert load_checkpoint(checkpoints(tmp_path)[0], {"weight": restored}, torch.optim.AdamW([restored])) == 1
+    assert load_checkpoint(checkpoints(tmp_path)[0], {"weight": restored}, torch.optim.AdamW([restored])) == (1, 0)
     assert torch.equal(restored, weight)
     assert done.stdout.startswith("Edge0Error: "), (done.returncode, done.stdout + done.stderr[-800:])
     assert "step-00000002.safetensors" in done.stdout and "room" in done.stdout
