@@ -8,6 +8,7 @@ A second call continues where the first one stopped; delete the root (runs/quick
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -18,21 +19,22 @@ from edge0_train.report import table
 PROMPTS = ("Add 348 and 275.", "Zoe has 4 bags of 6 pens, gives 5. How many?")
 
 
-def call(*command: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project as a user would; show it first; stop at the first failure."""
-    print(f"\n$ {' '.join(command[1:] if command[0] == sys.executable else command)}", flush=True)
+def call(*arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run `python -m <arguments>` as a user would; show it first; stop at the first failure."""
+    command = (sys.executable, "-m", *arguments)
+    print(f"\n$ {shlex.join(('python', *command[1:]))}", flush=True)
     return subprocess.run(command, check=not capture, text=True, stdout=subprocess.PIPE if capture else None)
 
 
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
     began = time.time()
-    call(sys.executable, "-m", "edge0_train", "phase=all", "tier=nano", f"root={root}", "resume=true")
+    call("edge0_train", "phase=all", "tier=nano", f"root={root}", "resume=true")
     model = str(root / "model")
-    verified = call(sys.executable, "-m", "edge0_runtime", "verify", model, "--json", capture=True)
+    verified = call("edge0_runtime", "verify", model, "--json", capture=True)
     report = json.loads(verified.stdout)
     for prompt in PROMPTS:
-        call(sys.executable, "-m", "edge0_runtime", "chat", model, "--prompt", prompt, "--temperature", "0")
+        call("edge0_runtime", "chat", model, "--prompt", prompt, "--temperature", "0")
 
     done = sorted(root.glob("*/done.json"), key=lambda path: path.stat().st_mtime)
     phases = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in done}
@@ -43,7 +45,7 @@ def main() -> None:
     print(table(["stage", "loss", "KL to teacher", "exact match", *tasks], [[r[c] for c in columns] for r in rows]))
     print("\nTime and memory:")
     print(table(["phase", "seconds", "peak MiB"], [[n, p["seconds"], p["peak_rss_mib"]] for n, p in phases.items()]))
-    print(f"\nserved equals trained: {'yes' if report['passed'] else 'NO'}  (edge0_runtime verify {model})")
+    print(f"\nserved equals trained: {'yes' if report['ok'] else 'NO'}  (edge0_runtime verify {model})")
     print(f"total: {time.time() - began:.0f} s")
     sys.exit(0 if report["ok"] else 1)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -143,3 +144,15 @@ def test_two_ranks_equal_one(chain: Path, tmp_path: Path) -> None:
     for key, value in one.items():
         difference = np.abs(value.astype(np.float32) - two[key].astype(np.float32)).max()
         assert difference <= 2e-3 * np.abs(value).max(), (key, difference)
+
+
+def test_notebook_runs(chain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = Path(__file__).parents[2] / "notebooks" / "look_at_a_run.ipynb"
+    matplotlib.use("Agg")
+    monkeypatch.setenv("EDGE0_ROOT", str(chain))
+    names: dict[str, object] = {}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    printed = capsys.readouterr().out
+    assert "heads only" in printed and "overlap by layer" in printed
