@@ -245,8 +245,9 @@ class Engine:
         return self.model.prefill(last, last=True)
 
     def _choose(self, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> tuple[int, float]:
-        """The next token and its log-probability: a step's one evaluation, the next predictions included."""
+        """The next token and its log-probability: a step's one evaluation, the predictions for the next included."""
         token = sample(logits_V)
+        self.model.predict(token)
         finite = mx.isfinite(logits_V).all()
         logprob = _logprobs(logits_V)[token]
         mx.eval(token, logprob, finite, self.model.pending())

@@ -46,7 +46,7 @@ def tier_text(data: Mapping[str, Any]) -> str:
     lines = [
         tier_line(data),
         f"router {_fields(data['router'])}",
-        f"one-hots {data['feature_topk']}, first token {data['first_token']}",
+        f"one-hots {data['feature_topk']}, first token {data['first_token']}" + ", token-aware" * data["token_aware"],
         f"owners {_runs(data['owners'])}",
         f"consumers {_runs(data['consumers'])}",
         "",
@@ -145,6 +145,7 @@ def _adapter(adapter: Adapter) -> dict[str, Any]:
             "router": _fields(tier.to_dict()["router"]),
             "feature_topk": tier.feature_topk,
             "first_token": tier.first_token,
+            "token_aware": tier.token_aware,
             "owners": list(tier.owners),
             "consumers": list(tier.consumers),
         }

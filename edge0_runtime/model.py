@@ -97,6 +97,7 @@ class ServedModel:
             self.cache = ExpertCache(self.store, budget)
             self.log = RoutingLog()
             self._network = _load_network(checkpoint.directory)
+            self._embed = dict(self._network.named_modules())[_embedding_path(tier)]
             # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
             # slower (parity.md 0.4). On Metal everything stays as the files have it.
             on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -133,6 +134,7 @@ class ServedModel:
         """Begin a new sequence; nothing of the last one remains."""
         self._kv = self._network.make_cache()
         self._step = 0
+        self._predicted_for: mx.array | None = None  # the token that the next step's predictions are for
         self._predictions: mx.array | None = None
         self.log.clear()
         if self.prerouter is not None:
@@ -149,37 +151,46 @@ class ServedModel:
             self.prerouter.begin_prefill()
         logits = self._forward(token_ids)
         if last:
-            self._predict()
             return logits
         mx.eval([entry.state for entry in self._kv])
         mx.clear_cache()  # a chunk's stacks have odd sizes that the allocator would keep
         return None
 
     def decode(self, token_id: int) -> mx.array:
-        """Process one generated token: logits [vocabulary] for the next, not evaluated yet."""
+        """Process one generated token: logits [vocabulary] for the next, not evaluated yet.
+
+        The step's predictions are those of `predict` if that was told this very token, else they are made here.
+        """
+        if self._predicted_for is None or self._predicted_for.item() != token_id:
+            self.predict(mx.array(token_id))
         if self.prerouter is not None:
             self.prerouter.begin_decode(self._step)
         self._step += 1
-        logits = self._forward([token_id])
-        self._predict()
-        return logits
+        return self._forward([token_id])
+
+    def predict(self, token: mx.array) -> None:
+        """Run all heads for the step that will process `token`, a scalar id that may not be evaluated yet.
+
+        To be called as soon as the token is chosen; `pending` then has what to evaluate together with it.
+        """
+        self._predicted_for = token
+        if self.prerouter is not None:
+            self._predictions = self.prerouter.predict(self._embed(token[None])[0])
 
     def executed(self) -> np.ndarray:
         """Experts of the last token processed: [MoE layers, K], sorted."""
         return np.stack([np.sort(self.log.executed[layer][-1]) for layer in sorted(self.log.executed)])
 
     def pending(self) -> list[mx.array]:
-        """Predictions for the next token: to be evaluated together with the logits."""
+        """Predictions for the next step: to be evaluated together with its token."""
         return [] if self._predictions is None else [self._predictions]
 
     def _forward(self, token_ids: Sequence[int]) -> mx.array:
+        self._predicted_for = None
         logits_1TV = self._network(mx.array([list(token_ids)]), cache=self._kv)
         if self.prerouter is not None:
             self.prerouter.advance(self.log.executed)
         return logits_1TV[0, -1]
-
-    def _predict(self) -> None:
-        self._predictions = None if self.prerouter is None else self.prerouter.predict()
 
     def close(self) -> None:
         """Close the files of the experts."""
@@ -234,6 +245,11 @@ def _load_network(directory: Path) -> nn.Module:
     except (ValueError, TypeError, KeyError) as error:
         raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
     return network
+
+
+def _embedding_path(tier: Tier) -> str:
+    """Module path of the token embedding, beside the decoder layers: `language_model.model.embed_tokens`."""
+    return tier.layout.layer_path(0).replace("layers.0", "embed_tokens")
 
 
 def _evaluate(network: nn.Module) -> None:

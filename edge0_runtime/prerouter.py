@@ -5,11 +5,12 @@ softmax, top-k and renormalisation turn them into a routing: there is one routin
 is what is routed.
 
 One request drives the state, in this order: `reset`; per prefill chunk `begin_prefill`, forward, `advance`;
-per decode step `begin_decode(step)`, forward, `advance`. `predict` after the last chunk and after every step
-evaluates all heads at once. Whether a forward pass is prefill or decode is told, never guessed from its
-length: a prompt's last chunk may be one token.
+per decode step `predict`, `begin_decode(step)`, forward, `advance`. `predict` evaluates all heads at once, as
+soon as the token of the step is chosen: token-aware heads see it. Whether a forward pass is prefill or decode
+is told, never guessed from its length: a prompt's last chunk may be one token.
 
-Shapes: O owners, T tokens, K experts per token, E experts, D hidden size, W head width, I = D + 2E head input.
+Shapes: O owners, T tokens, K experts per token, E experts, D hidden size, W head width, I = D + 2E head input
+(2D + 2E if token-aware).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
 from edge0_runtime.routing import RoutingLog, route
 
 
@@ -88,15 +89,19 @@ class Prerouter:
         self._previous_OE = last_OTE[:, -2] if last_OTE.shape[1] > 1 else self._current_OE
         self._current_OE = last_OTE[:, -1]
 
-    def predict(self) -> mx.array | None:
+    def predict(self, embedding_D: mx.array) -> mx.array | None:
         """All heads in one go: logits [O, E] for the next input, to be evaluated by the caller.
 
-        None if the pass captured nothing (prefill under "gate").
+        `embedding_D` is the base's embedding of that input; only token-aware heads look at it. None if the pass
+        before captured nothing (prefill under "gate").
         """
         if not self._capturing:
             return None
-        hidden_OD = mx.stack([self._hidden[n] for n in self.owners])
-        x_O1I = mx.concatenate([hidden_OD, self._current_OE, self._previous_OE], axis=-1)[:, None, :]
+        seen = [mx.stack([self._hidden[n] for n in self.owners]), self._current_OE, self._previous_OE]
+        if self.tier.token_aware:
+            token_D = _rms(embedding_D).astype(self._dtype)
+            seen.append(mx.broadcast_to(token_D, (len(self.owners), *token_D.shape)))
+        x_O1I = mx.concatenate(seen, axis=-1)[:, None, :]
         hidden_O1W = nn.gelu(x_O1I @ self._fc1_OIW)  # the exact (erf) GELU
         self._pending_OE = (hidden_O1W @ self._fc2_OWE + x_O1I @ self._linear_init_OIE).squeeze(1)
         return self._pending_OE
@@ -130,6 +135,12 @@ class Prerouter:
         """Capture what a layer's own gate would choose, if wanted."""
         if self.wants_own_choice(layer):
             self._own_choice[layer], _ = route(self.tier.router, logits_TE[-2:], self.tier.k)
+
+
+def _rms(embedding_D: mx.array) -> mx.array:
+    """The token feature (`Tier.token_aware`), in float32."""
+    embedding_D = embedding_D.astype(mx.float32)
+    return embedding_D * mx.rsqrt(mx.mean(mx.square(embedding_D)) + TOKEN_NORM_EPS)
 
 
 class PreroutedGate(nn.Module):

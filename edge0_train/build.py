@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from edge0_runtime.contract.artifacts import Adapter, check_binding
+from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import sha256_file
+from edge0_runtime.contract.files import sha256_file, strict_json
 from edge0_train.adapters import BaseInfo, base_info, read_input
 from edge0_train.base import load_base, load_teacher
+from edge0_train.base.load import empty_model
+from edge0_train.base.names import family_names
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
@@ -54,22 +59,87 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
         add_lora(model, config.tier)
         if lora_file:
             load_lora(model, config.tier, lora_file.tensors)
+        if config.base.gradient_checkpointing:
+            checkpoint_layers(model)
     return Student(StudentPath(model, config.tier, heads), Chat(config.base.directory), base, heads_file, lora_file)
+
+
+def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
+    """The student's modules and shapes on the meta device, for `dry_run=true`: no weights and no adapters are read.
+
+    All it needs is a config.json: that of `base.directory`, or before phase=quantize has run, that of `base.source`.
+    """
+    names = family_names(config.tier.family)
+    places = [Path(config.base.directory) / "config.json", Path(config.base.source) / "config.json"]
+    file = next((path for path in places if path.is_file()), None)
+    if file is None:
+        raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
+    try:
+        found = names.mlx_config(strict_json(file.read_bytes()))
+    except (ValueError, AttributeError) as error:
+        raise Edge0Error(f"{file}: not a model's config.json ({error}); download it again") from error
+    described = Checkpoint(file.parent, found, {})
+    described.check_architecture(config.tier)
+    model = empty_model(described.text_config(), names, DTYPES[config.base.dtype])
+    model.requires_grad_(False)
+    with torch.device("meta"):
+        if lora:
+            add_lora(model, config.tier)
+        return StudentPath(model, config.tier, PrerouterHeads(config.tier).requires_grad_(False) if heads else None)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only every layer's input for backward, and compute the layer again there; without gradients nothing changes."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # transformers asks for it; what is inside the layer stays in eval mode
 
 
 def build_teacher(config: Config) -> StudentPath:
     """The teacher, native at its published K; its tokenizer must be the base's."""
+    check_tokenizer(config)
+    model: PreTrainedModel = load_teacher(
+        config.teacher.directory, dtype=DTYPES[config.base.dtype], device=config.base.device
+    )
+    model.set_experts_implementation(EXPERTS)
+    return StudentPath(model, config.tier)
+
+
+def input_identity(config: Config) -> dict[str, Any]:
+    """What a training run is made from, for its inputs.json: base, tokenizer, chat template, teacher.
+
+    Fingerprints cover names, shapes and the ends of all tensors (`Checkpoint.fingerprint`); an adapter's provenance has the
+    sha256 of the teacher's whole files. The base is null before phase=quantize, a teacher without weights here has none.
+    """
+    base = None
+    if config.phase != "teacher_text":
+        info = base_info(config)
+        base = {
+            "fingerprint": info.fingerprint,
+            "tokenizer_sha256": info.tokenizer_hash,
+            "template_sha256": info.template_hash,
+        }
+    directory = Path(config.teacher.directory)
+    teacher: dict[str, Any] = {"name": directory.name, "fingerprint": None}
+    if any(directory.glob(SHARD_PATTERN)):
+        checkpoint = Checkpoint.open(directory)
+        teacher |= {
+            "fingerprint": checkpoint.fingerprint(),
+            "tokenizer_sha256": hash_tokenizer(str(directory)),
+            "template_sha256": checkpoint.template_hash(),
+        }
+    return {"base": base, "teacher": teacher}
+
+
+def check_tokenizer(config: Config) -> None:
+    """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer."""
     teacher_hash = hash_tokenizer(config.teacher.directory)
     if Path(config.base.directory).exists() and teacher_hash != base_info(config).tokenizer_hash:
         raise Edge0Error(
             f"teacher.directory: tokenizer.json of {config.teacher.directory} ({teacher_hash[:12]}) is not the base's"
             f" ({base_info(config).tokenizer_hash[:12]}); teacher and student must share one tokenizer"
         )
-    model: PreTrainedModel = load_teacher(
-        config.teacher.directory, dtype=DTYPES[config.base.dtype], device=config.base.device
-    )
-    model.set_experts_implementation(EXPERTS)
-    return StudentPath(model, config.tier)
 
 
 def hash_tokenizer(directory: str) -> str:

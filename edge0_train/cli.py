@@ -24,6 +24,8 @@ from edge0_train.config import config_directory, read_config
 
 GROUPS = ("phase", "tier")
 TRAINING = ("head_distill", "head_refine", "student_sft", "on_policy")
+RECORDED = ("teacher_text", *TRAINING)
+"""Phases whose run directory says in inputs.json what they were made from."""
 ALONE = ("quantize", "evaluate", "export")
 """Phases that are one process's work: the other ranks wait."""
 
@@ -72,6 +74,7 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
     import torch
     from accelerate import PartialState
 
+    from edge0_train.build import input_identity
     from edge0_train.loop import Interrupted
     from edge0_train.phases import PHASES
     from edge0_train.run import Run, open_run, start_wandb
@@ -93,6 +96,8 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
         start_wandb(run)
     summary = None
     try:
+        if config.phase in RECORDED:
+            run.record_inputs(input_identity(config))
         if config.phase not in ALONE or state.is_main_process:
             summary = run.finish(PHASES[config.phase](config, run))
             print(f"{config.phase}: done in {summary['seconds']} s", flush=True)

@@ -30,16 +30,21 @@ PHASE_NAMES = (
     "evaluate",
     "export",
 )
+ON_POLICY_LOSSES = ("reverse_kl", "forward_kl", "reverse_kl_no_tail", "sampled_token")
 
 
 @dataclass(frozen=True)
 class Base:
-    """The int4 checkpoint in MLX's layout, and how its dequantisation is held (f32 arithmetic, rounded once to dtype)."""
+    """The int4 checkpoint in MLX's layout, and how its dequantisation is held (f32 arithmetic, rounded once to dtype).
+
+    gradient_checkpointing: phases that train the LoRA keep one tensor a layer and compute the rest again in backward.
+    """
 
     directory: str
     source: str
     dtype: str
     device: str
+    gradient_checkpointing: bool
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Sample:
-    """How many completions to generate, and how."""
+    """How many completions to generate, and how; and when generated rows are so bad that the run stops.
+
+    backend: transformers or vllm (teacher_text only). max_truncated, max_repetitive: shares of rows. max_growth: mean length
+    against that of the rows before it (on-policy rounds).
+    """
 
     prompts: int
     eval_prompts: int
@@ -73,11 +82,18 @@ class Sample:
     max_new_tokens: int
     temperature: float
     top_p: float
+    backend: str
+    max_truncated: float
+    max_repetitive: float
+    max_growth: float
 
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW; `rows` per optimizer step, in micro-batches of `micro_rows`; warm-up then the schedule."""
+    """AdamW; `rows` per optimizer step, in micro-batches of `micro_rows`; warm-up then the schedule.
+
+    patience: student_sft stops after that many evaluations without a better held-out loss, and keeps its best values; 0: off.
+    """
 
     steps: int
     rows: int
@@ -87,6 +103,7 @@ class Optim:
     warmup: int
     schedule: str
     clip: float
+    patience: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,7 @@ class Heads:
     """How heads train.
 
     Attributes:
-        loss: kl or bce.
+        loss: kl, bce or kl_margin (losses.py).
         features: base (native routing, phase 1) or student (the heads' own decode-time features, refinement).
         joint_lr: student_sft trains the heads too, at this multiple of its rate; 0 keeps them frozen.
     """
@@ -106,9 +123,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Phase 3: rounds of rollout -> score -> train, and the teacher's top-k of the reverse KL."""
+    """Phase 3: rounds of rollout -> score -> train.
+
+    Attributes:
+        loss: reverse_kl, or one of the controls forward_kl, reverse_kl_no_tail, sampled_token (losses.py).
+        top_k: teacher's tokens that the divergence tells apart; at most the vocabulary, which makes it exact.
+    """
 
     rounds: int
+    loss: str
     top_k: int
 
 
@@ -249,14 +272,20 @@ def _validate(config: Config) -> None:
         one_of("chain", name, PHASE_NAMES)
     one_of("heads.features", config.heads.features, ("base", "student"))
     one_of("base.dtype", config.base.dtype, ("float32", "bfloat16"))
+    one_of("sample.backend", config.sample.backend, ("transformers", "vllm"))
     one_of("optim.schedule", config.optim.schedule, ("constant", "cosine"))
-    one_of("heads.loss", config.heads.loss, ("kl", "bce"))
+    one_of("heads.loss", config.heads.loss, ("kl", "bce", "kl_margin"))
+    one_of("on_policy.loss", config.on_policy.loss, ON_POLICY_LOSSES)
     one_of("logger.wandb", config.logger.wandb, ("offline", "online", "disabled"))
     for field, value, least in (
         ("optim.steps", config.optim.steps, 1),
         ("optim.rows", config.optim.rows, 1),
         ("optim.micro_rows", config.optim.micro_rows, 1),
         ("optim.warmup", config.optim.warmup, 0),
+        ("optim.patience", config.optim.patience, 0),
+        ("sample.max_truncated", config.sample.max_truncated, 0),
+        ("sample.max_repetitive", config.sample.max_repetitive, 0),
+        ("sample.max_growth", config.sample.max_growth, 1),
         ("sample.prompts", config.sample.prompts, 1),
         ("sample.eval_prompts", config.sample.eval_prompts, 1),
         ("sample.batch", config.sample.batch, 1),
@@ -278,5 +307,11 @@ def _validate(config: Config) -> None:
         at_least(field, value, least)
     if not 0 < config.sample.top_p <= 1:
         raise Edge0Error(f"sample.top_p: {config.sample.top_p} must lie in (0, 1]")
+    vocabulary = config.tier.architecture["vocab_size"]
+    if config.on_policy.top_k > vocabulary:
+        raise Edge0Error(
+            f"on_policy.top_k: {config.on_policy.top_k} is larger than the vocabulary of {vocabulary};"
+            " lower it (equal is the exact KL)"
+        )
     if not config.optim.lr > 0:
         raise Edge0Error(f"optim.lr: {config.optim.lr} must be larger than 0")

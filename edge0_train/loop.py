@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.best import EarlyStop
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Optim
 from edge0_train.report import progress
@@ -48,6 +49,7 @@ class Problem:
         loss: micro-batch -> (summed loss, further sums to log; each is divided by the valid count as well).
         evaluate: step -> metrics to log every `logger.every` steps; None: nothing.
         rates: {name: multiple of the learning rate} where it is not 1.
+        watch: the metric of `evaluate`, the smaller the better, by which `optim.patience` stops; "": never.
     """
 
     trainable: Mapping[str, nn.Parameter]
@@ -55,6 +57,7 @@ class Problem:
     loss: Callable[[Any], tuple[torch.Tensor, dict[str, float]]]
     evaluate: Callable[[int], dict[str, float]] | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
+    watch: str = ""
 
 
 class Interrupted(Exception):
@@ -63,6 +66,9 @@ class Interrupted(Exception):
 
 def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
     """Run steps up to `optim.steps`, from the newest checkpoint if there is one; returns the summary.
+
+    With `optim.patience` and a watched metric, training may end earlier, and the trainables end with the best evaluation's
+    values; the summary then has `best_step`, and that evaluation's value of the metric.
 
     Raises Edge0Error at the first sign that training would be meaningless (non-finite loss, no valid token, a trainable
     tensor without gradient), Interrupted after a signal.
@@ -75,10 +81,15 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, weight_decay=optim.weight_decay)
     start, tokens_before, last = _resume(run, problem, optimizer)
-    tokens_done, began = 0, time.perf_counter()
+    early = None
+    if problem.watch and optim.patience:
+        early = EarlyStop(run.checkpoints, problem.watch, optim.patience, problem.trainable, run.metrics())
+    done, tokens_done, began = start, 0, time.perf_counter()
     bar = progress(range(start, optim.steps), run.config.phase, initial=start, total=optim.steps)
     with _stop_signals() as stopped:
         for step in bar:
+            if early and early.exhausted:  # resumed after the stop, before the export
+                break
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(optim, step) * group["rate"]
             metrics = _step(problem, optim, optimizer, step, state)
@@ -90,17 +101,30 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
                 if problem.evaluate:
                     metrics |= problem.evaluate(done)
                 last = {**metrics, "lr": learning_rate(optim, step), "tokens_per_second": round(rate, 1)}
+                if early:
+                    early.see(done, last[problem.watch])
                 if state.is_main_process:
                     run.log(done, last)
+            finished = done == optim.steps or bool(early and early.exhausted)
             # On all ranks or on none; and asked once: a signal between saving and leaving would leave without saving.
             stopping = any(gather_object([stopped()]))
-            if done % run.config.logger.checkpoint_every == 0 or done == optim.steps or stopping:
+            if done % run.config.logger.checkpoint_every == 0 or finished or stopping:
                 if state.is_main_process:
                     save_checkpoint(run.checkpoints, done, tokens_before + tokens_done, problem.trainable, optimizer)
+                    if early:
+                        early.forget_others()
                 state.wait_for_everyone()
-            if stopping and done < optim.steps:
+            if stopping and not finished:
                 raise Interrupted(f"stopped by a signal after step {done}; continue with resume=true")
-    return {"steps": optim.steps, "tokens": tokens_before + tokens_done, **last}
+    if early:
+        early.restore()
+        last = {**last, problem.watch: early.best.value, "best_step": early.best.step}
+        print(
+            f"kept: the values of step {early.best.step} of {done}, which had the best {problem.watch}"
+            f" ({early.best.value:.4f})",
+            flush=True,
+        )
+    return {"steps": done, "tokens": tokens_before + tokens_done, **last}
 
 
 def learning_rate(optim: Optim, step: int) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router
 from edge0_train.student.routing import multi_hot, select
 
@@ -48,7 +49,35 @@ def head_bce(
     return F.binary_cross_entropy_with_logits(head_NE.float(), labels_NE, reduction="sum")
 
 
-HEAD_LOSSES: dict[str, HeadLoss] = {"kl": head_kl, "bce": head_bce}
+MARGIN = 1.0
+"""What `head_kl_margin` asks for between the two logits at the K boundary, in nats: odds of e to 1."""
+
+
+def head_kl_margin(
+    router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`head_kl` plus a hinge at the K boundary (method.md 2.1), summed over tokens.
+
+    head_kl + sum_n max(0, MARGIN - (h[n, a] - h[n, b])), where a is the true router's K-th expert (the last one that is
+    routed to), b its (K+1)-th (the first one that is not) and h the head's logits. KL spreads its effort over the whole
+    distribution; this term spends some where a swap changes the routed set. When every expert is served there is no boundary.
+    """
+    divergence = head_kl(router, head_NE, target_NE, k, bias_E)
+    if k >= target_NE.shape[-1]:
+        return divergence
+    last_in_N1, first_out_N1 = (_ranked(router, target_NE, rank, bias_E) for rank in (k, k + 1))
+    gap_N1 = head_NE.float().gather(-1, last_in_N1) - head_NE.float().gather(-1, first_out_N1)
+    return divergence + (MARGIN - gap_N1).clamp_min(0).sum()
+
+
+def _ranked(router: Router, logits_NE: torch.Tensor, rank: int, bias_E: torch.Tensor | None) -> torch.Tensor:
+    """The router's rank-th choice (1: the best) of every token, int64 [N, 1]: what the rank-th place adds to the set."""
+    experts = logits_NE.shape[-1]
+    with_it, without = (multi_hot(select(router, logits_NE, k, bias_E), experts) for k in (rank, rank - 1))
+    return (with_it - without).argmax(-1, keepdim=True)
+
+
+HEAD_LOSSES: dict[str, HeadLoss] = {"kl": head_kl, "bce": head_bce, "kl_margin": head_kl_margin}
 
 
 # -- phases 2 and 3: vocabulary losses ---------------------------------------------------------------------------------
@@ -60,9 +89,16 @@ def cross_entropy(logits_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tens
 
 
 def topk_with_tail(logits_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The teacher's side of `reverse_kl`: (ids [N, S], log-probabilities [N, S], log of the tail's mass [N])."""
+    """The teacher's side of the divergences below: (ids [N, S], log-probabilities [N, S], log of the tail's mass [N]).
+
+    k = V is the exact divergence; raises Edge0Error for a larger k, which would be a misunderstanding.
+    """
+    if k > logits_NV.shape[-1]:
+        raise Edge0Error(
+            f"on_policy.top_k: {k} is larger than the vocabulary of {logits_NV.shape[-1]}; lower it (equal is the exact KL)"
+        )
     logp_NV = logits_NV.float().log_softmax(-1)
-    logp_NS, ids_NS = logp_NV.topk(min(k, logp_NV.shape[-1]), dim=-1)
+    logp_NS, ids_NS = logp_NV.topk(k, dim=-1)
     return ids_NS, logp_NS, log_tail(logp_NV, ids_NS)
 
 
@@ -92,6 +128,63 @@ def reverse_kl(
     return divergence_N.sum()
 
 
+def forward_kl(
+    logits_NV: torch.Tensor, ids_NS: torch.Tensor, teacher_logp_NS: torch.Tensor, teacher_log_tail_N: torch.Tensor
+) -> torch.Tensor:
+    """Summed KL(teacher || student) on the same buckets as `reverse_kl`: a control (training.md, phase 3).
+
+    sum_{v in S} q(v) log(q(v) / p(v)) + q_tail log(q_tail / p_tail). It covers what the teacher might say, also where the
+    student never goes; >= 0, and exact when S is the whole vocabulary.
+    """
+    logp_NV = logits_NV.float().log_softmax(-1)
+    divergence_N = (teacher_logp_NS.exp() * (teacher_logp_NS - logp_NV.gather(-1, ids_NS))).sum(-1)
+    if ids_NS.shape[-1] < logits_NV.shape[-1]:
+        tail_N = log_tail(logp_NV, ids_NS)
+        divergence_N = divergence_N + teacher_log_tail_N.exp() * (teacher_log_tail_N - tail_N)
+    return divergence_N.sum()
+
+
+def reverse_kl_no_tail(
+    logits_NV: torch.Tensor, ids_NS: torch.Tensor, teacher_logp_NS: torch.Tensor, teacher_log_tail_N: torch.Tensor
+) -> torch.Tensor:
+    """`reverse_kl` without the tail bucket, sum_{v in S} p(v) log(p(v) / q(v)): a control, and biased.
+
+    It is no divergence: it is negative where the student has less mass on S than the teacher, and mass that the student moves
+    out of S costs nothing, so its minimum is not at p = q.
+    """
+    logp_NS = logits_NV.float().log_softmax(-1).gather(-1, ids_NS)
+    return (logp_NS.exp() * (logp_NS - teacher_logp_NS)).sum()
+
+
+def sampled_token(
+    logits_NV: torch.Tensor, sampled_N: torch.Tensor, teacher_logp_sampled_N: torch.Tensor
+) -> torch.Tensor:
+    """Reverse KL estimated from the one token y ~ p that the student sampled: a control.
+
+    With r = log p(y) - log q(y): the value is sum_n r, whose mean over y is KL(p || q) (single values may be negative); the
+    gradient is sum_n sg(r) grad log p(y), whose mean over y is grad KL(p || q) because E[grad log p(y)] = 0. It is REINFORCE
+    with -r as the reward (Williams 1992; the estimator "k1" in Schulman, Approximating KL Divergence, 2020). Differentiating r
+    itself would be wrong: the mean of that gradient is zero. Unbiased only while y comes from the present weights at
+    temperature 1, so at a round's first step; nothing corrects the later ones.
+    """
+    logp_N = token_logp(logits_NV, sampled_N)
+    reward_N = (logp_N - teacher_logp_sampled_N).detach()
+    return (reward_N + reward_N * (logp_N - logp_N.detach())).sum()
+
+
+def token_logp(logits_NV: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+    """log p of one token each, float32 [N]."""
+    logits_NV = logits_NV.float()
+    return logits_NV.gather(-1, ids_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
+
+
+@torch.no_grad()
+def mass_on(logits_NV: torch.Tensor, ids_NS: torch.Tensor) -> torch.Tensor:
+    """sum_S p, summed over tokens: how much of the model's mass the teacher's top-k cover."""
+    logits_NV = logits_NV.float()
+    return (logits_NV.gather(-1, ids_NS) - logits_NV.logsumexp(-1, keepdim=True)).exp().sum()
+
+
 def chunked(
     loss: Callable[..., torch.Tensor],
     hidden_NH: torch.Tensor,
@@ -100,6 +193,8 @@ def chunked(
     chunk: int = 1024,
 ) -> torch.Tensor:
     """`loss(lm_head(hidden), *targets)` summed over chunks of tokens; each chunk's logits are recomputed in backward.
+
+    `loss` may return a vector (a loss and what is to be logged beside it); it is summed as it is.
 
     Value and gradient equal the dense form's up to the order of the sum.
     """

@@ -1,74 +1,173 @@
 """How well heads predict the next token's routing, beside the five trivial baselines that they must beat (method.md 3).
 
-recall@K: share of the true router's K experts that are among the K predicted. Baselines, all with the same budget of K:
-uniform (K / E), the layer's most frequent experts, the previous token's set, a vote over the last four tokens' sets
-(the newest wins ties), and the next layer's gate applied to h(N, t).
+All of it at the held-out inputs that serving routes by prediction; the truth is a layer's own gate at the served K.
+    recall@B   share of the true K experts that are among the B predicted (B = K is what is served)
+    exact      share of (token, layer) pairs whose K predicted experts are the K true ones
+    gate_mass  share of the true experts' mixing weight that the K predicted experts hold
+Baselines, all at recall@K: uniform (K / E), the layer's most frequent experts, the previous token's set, a vote over the
+last four tokens' sets (the newest wins ties), and the next layer's gate applied to h(N, t).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Tier
 from edge0_train.data.rows import Batch
 from edge0_train.student.heads import PrerouterHeads
 from edge0_train.student.path import StudentPath
-from edge0_train.student.routing import multi_hot
+from edge0_train.student.routing import multi_hot, weigh
 
 BASELINES = ("uniform", "frequency", "previous", "last_four", "next_gate")
+BUDGETS = (8, 16)
+LRU_TOKENS = 4096
+"""Tokens that the simulated caches see; they are warm after a few dozen."""
+
+
+@dataclass(frozen=True)
+class RecallReport:
+    """What `measure_recall` finds.
+
+    Attributes:
+        k: served K. tokens: predicted inputs.
+        by_layer: {owner: {measure: value}}, measures as in the module's docstring, baselines under their names.
+        by_group: {task of the rows: {measure: mean over layers}}; rows without a task are "other".
+        lru_misses: {experts a layer held: {"predicted", "true": misses a token, summed over layers}}.
+    """
+
+    k: int
+    tokens: int
+    by_layer: dict[int, dict[str, float]]
+    by_group: dict[str, dict[str, float]]
+    lru_misses: dict[int, dict[str, float]]
+
+    def mean(self, measure: str) -> float:
+        """Mean over layers."""
+        return sum(values[measure] for values in self.by_layer.values()) / len(self.by_layer)
+
+    @property
+    def recall(self) -> float:
+        """The heads' recall@K, mean over layers."""
+        return self.mean(f"recall@{self.k}")
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        return {name: self.mean(name) for name in BASELINES}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with four digits."""
+        return _rounded(asdict(self))
 
 
 @torch.no_grad()
-def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[Batch]) -> dict[str, dict[int, float]]:
-    """{"heads" and every baseline: {owner: recall@K}} on the predicted inputs of `batches`, under native routing.
+def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[Batch]) -> RecallReport:
+    """Heads and baselines on the predicted inputs of `batches` (one row a line), under native routing.
 
-    The true set of a target is its layer's own gate at the served K.
+    Raises Edge0Error when no input of them is routed by prediction.
     """
-    tier, k = path.tier, path.tier.k
+    tier = path.tier
     frequency = _expert_counts(path, batches)
-    hits: dict[str, dict[int, float]] = {name: defaultdict(float) for name in ("heads", *BASELINES)}
-    targets = 0
+    per_token: dict[int, list[dict[str, torch.Tensor]]] = {owner: [] for owner in tier.owners}
+    sets: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {owner: [] for owner in tier.owners}
+    groups: list[str] = []
     for batch in batches:
-        routing = path.native(k, batch.decoded_BT, batch.start_BT, capture=True)
+        routing = path.native(tier.k, batch.decoded_BT, batch.start_BT, capture=True)
         path.hidden(batch.input_ids_BT, routing, use_cache=False)
         at_BT = path.timeline(batch.decoded_BT, batch.start_BT)[0]
-        targets += int(at_BT.sum())
+        groups += [batch.rows[row].task or "other" for row in at_BT.nonzero()[:, 0].tolist()]
         for owner in tier.owners:
-            true_BTE = multi_hot(routing.executed[owner + 1], tier.num_experts)
+            executed_BTK = routing.executed[owner + 1]
+            true_BTE = multi_hot(executed_BTK, tier.num_experts)
+            before_BTE = torch.cat([torch.zeros_like(true_BTE[:, :1]), true_BTE[:, :-1]], dim=1)
             weight_EH = path.router(owner + 1).weight.float()
-            scores = {
-                "heads": heads(owner, routing.features[owner]),
-                "frequency": frequency[owner + 1].expand_as(true_BTE),
-                "previous": true_BTE,
-                "last_four": _recent_votes(true_BTE),
-                "next_gate": routing.features[owner][..., : weight_EH.shape[1]] @ weight_EH.T,
+            head_NE = heads(owner, routing.features[owner][at_BT])
+            guesses = {
+                "frequency": frequency[owner + 1].expand_as(true_BTE)[at_BT],
+                "previous": before_BTE[at_BT],
+                "last_four": _recent_votes(before_BTE)[at_BT],
+                "next_gate": routing.features[owner][at_BT][:, : weight_EH.shape[1]] @ weight_EH.T,
             }
-            wanted_NE = true_BTE[:, 1:][at_BT[:, 1:]]
-            for name, score_BTE in scores.items():
-                guess_NK = score_BTE[:, :-1][at_BT[:, 1:]].topk(k, -1).indices
-                hits[name][owner] += float(wanted_NE.gather(-1, guess_NK).sum())
-    result = {name: {o: hits[name][o] / (k * targets) for o in tier.owners} for name in hits}
-    result["uniform"] = dict.fromkeys(tier.owners, k / tier.num_experts)
-    return result
+            true_NK, logits_NE = executed_BTK[at_BT], routing.router_logits[owner + 1][at_BT]
+            measured = _of_head(tier, head_NE, true_NK, logits_NE) | {
+                name: _recall(score_NE, true_NK, tier.k) for name, score_NE in guesses.items()
+            }
+            per_token[owner].append({name: value.cpu() for name, value in measured.items()})
+            sets[owner].append((head_NE.topk(tier.k).indices.cpu(), true_NK.cpu()))
+    if not groups:
+        raise Edge0Error(
+            f"text.rows: none of the {sum(len(batch.rows) for batch in batches)} held-out rows has an input that is routed by"
+            " prediction; completions of three tokens and more have some: raise sample.max_new_tokens in phase=teacher_text"
+        )
+    joined = {owner: _concatenated(parts) for owner, parts in per_token.items()}
+    uniform = {"uniform": tier.k / tier.num_experts}
+    by_layer = {
+        owner: {name: float(values.mean()) for name, values in measured.items()} | uniform
+        for owner, measured in joined.items()
+    }
+    by_group: dict[str, dict[str, float]] = {}
+    for group in sorted(set(groups)):
+        at_N = torch.tensor([name == group for name in groups])
+        names = [name for name in joined[tier.owners[0]] if name not in BASELINES]
+        by_group[group] = {"tokens": int(at_N.sum())} | {
+            name: float(torch.stack([joined[owner][name][at_N] for owner in tier.owners]).mean()) for name in names
+        }
+    return RecallReport(tier.k, len(groups), by_layer, by_group, _cache_misses(tier, sets))
 
 
-def mean(recall: dict[int, float]) -> float:
-    """Mean over layers."""
-    return sum(recall.values()) / len(recall)
+def best_baseline(report: RecallReport) -> tuple[str, float]:
+    """Name and mean recall@K of the strongest baseline."""
+    return max(report.baselines.items(), key=lambda pair: pair[1])
 
 
-def best_baseline(recall: dict[str, dict[int, float]]) -> tuple[str, float]:
-    """Name and mean recall of the strongest baseline."""
-    return max(((name, mean(recall[name])) for name in BASELINES), key=lambda pair: pair[1])
+def lru_misses(accesses: Iterable[Iterable[int]], size: int) -> int:
+    """Misses of one layer's LRU cache of `size` experts that is asked for a set of experts at every token.
+
+    Experts of a set are asked for in ascending order, which counts for the eviction order alone.
+    """
+    held: OrderedDict[int, None] = OrderedDict()
+    misses = 0
+    for experts in accesses:
+        for expert in sorted(experts):
+            if expert in held:
+                held.move_to_end(expert)
+                continue
+            misses += 1
+            held[expert] = None
+            if len(held) > size:
+                held.popitem(last=False)
+    return misses
 
 
-def _recent_votes(true_BTE: torch.Tensor) -> torch.Tensor:
-    """Votes of the sets at t, t-1, t-2, t-3, the newer ones slightly heavier so that they win ties."""
-    votes_BTE = torch.zeros_like(true_BTE)
-    for age in range(min(4, true_BTE.shape[1])):
-        votes_BTE[:, age:] += (1 - 0.01 * age) * true_BTE[:, : true_BTE.shape[1] - age]
+def _of_head(
+    tier: Tier, head_NE: torch.Tensor, true_NK: torch.Tensor, logits_NE: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """A head's measures for every token, [N] each."""
+    budgets = sorted({tier.k, *(b for b in BUDGETS if tier.k < b <= tier.num_experts)})
+    measured = {f"recall@{budget}": _recall(head_NE, true_NK, budget) for budget in budgets}
+    found_NK = multi_hot(head_NE.topk(tier.k).indices, tier.num_experts).gather(-1, true_NK)
+    weights_NK = weigh(tier.router, logits_NE, true_NK)
+    measured["exact"] = found_NK.all(-1).float()
+    measured["gate_mass"] = (found_NK * weights_NK).sum(-1) / weights_NK.sum(-1)
+    return measured
+
+
+def _recall(score_NE: torch.Tensor, true_NK: torch.Tensor, budget: int) -> torch.Tensor:
+    """Share of every token's true experts that are among the `budget` of the highest score, [N]."""
+    guess_NE = multi_hot(score_NE.topk(budget, -1).indices, score_NE.shape[-1])
+    return guess_NE.gather(-1, true_NK).mean(-1)
+
+
+def _recent_votes(before_BTE: torch.Tensor) -> torch.Tensor:
+    """Votes of the last four tokens' sets, the newer ones slightly heavier so that they win ties."""
+    votes_BTE = torch.zeros_like(before_BTE)
+    for age in range(min(4, before_BTE.shape[1])):
+        votes_BTE[:, age:] += (1 - 0.01 * age) * before_BTE[:, : before_BTE.shape[1] - age]
     return votes_BTE
 
 
@@ -82,3 +181,24 @@ def _expert_counts(path: StudentPath, batches: Sequence[Batch]) -> dict[int, tor
         for layer, executed in routing.executed.items():
             add(layer, multi_hot(executed[batch.decoded_BT], path.tier.num_experts).sum(0))
     return counts
+
+
+def _cache_misses(tier: Tier, sets: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]) -> dict[int, dict[str, float]]:
+    """Misses a token of one LRU a layer, fed in time order (row after row) with the predicted, and with the true, sets."""
+    sizes = sorted({2 * tier.k, 4 * tier.k, tier.num_experts // 2} - {*range(tier.k)})
+    result: dict[int, dict[str, float]] = {size: {} for size in sizes if size < tier.num_experts}
+    for number, kind in enumerate(("predicted", "true")):
+        layers = [torch.cat([pair[number] for pair in parts])[:LRU_TOKENS].tolist() for parts in sets.values()]
+        for size in result:
+            result[size][kind] = sum(lru_misses(layer, size) for layer in layers) / len(layers[0])
+    return result
+
+
+def _concatenated(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return round(value, 4) if isinstance(value, float) else value

@@ -13,18 +13,21 @@ from edge0_train.config import Config
 
 
 def print_plan(config: Config, facts: Mapping[str, Any]) -> None:
-    """Print what is about to happen, before anything does."""
+    """Print what is about to happen, before anything does; a value may have several lines."""
     tier = config.tier
     head = {
         "phase": f"{config.phase}, tier {tier.name}, seed {config.seed}",
         "base": f"{config.base.directory} ({config.base.dtype} on {config.base.device})",
         "routing": f"K={tier.k} of {tier.num_experts} (base K={tier.base_k}), {tier.router.kind}, layers"
         f" {tier.consumers[0]}..{tier.consumers[-1]} predicted",
-        "run": config.run_dir,
+        "teacher": f"{config.teacher.directory}, native at K={tier.base_k}",
+        "run": f"{config.run_dir} (all settings: its config.yaml)",
     }
     rows = {**head, **facts}
     width = max(len(name) for name in rows)
-    print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()), flush=True)
+    for name, value in rows.items():
+        first, *more = str(value).splitlines() or [""]
+        print(f"  {name:<{width}}  {first}", *(f"  {'':<{width}}  {line}" for line in more), sep="\n", flush=True)
 
 
 def progress(steps: Iterable[Any], description: str, **options: Any) -> tqdm:

@@ -2,7 +2,9 @@
 
 config.yaml        resolved configuration
 environment.json   command line, package versions, git commit and diff, machine
+inputs.json        base fingerprint, hashes of tokenizer and chat template, teacher
 metrics.jsonl      one JSON object a row; `step` is the optimizer step
+samples.jsonl      a few rows as text: what the teacher, or the trained student, writes
 checkpoints/       trainables and optimizer state (safetensors, no pickle)
 done.json          written last: the phase's summary; a run with it is finished
 """
@@ -33,8 +35,10 @@ from edge0_train.config import Config, to_dict
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 T = TypeVar("T")
-VOLATILE = ("resume", "dry_run", "logger", "threads")
-"""Settings that may differ between a run and its continuation."""
+VOLATILE = (
+    "resume", "dry_run", "logger", "threads", "sample.max_truncated", "sample.max_repetitive", "sample.max_growth"
+)  # fmt: skip
+"""Settings, or groups of them, that may differ between a run and its continuation."""
 
 
 @dataclass
@@ -62,6 +66,37 @@ class Run:
         if self.wandb:
             self.wandb.log({"step": step, **metrics})
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl so far."""
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def record_inputs(self, identity: dict[str, Any]) -> None:
+        """Write inputs.json: what the run is made from. Raises Edge0Error when a resumed run finds something else."""
+        path = self.directory / "inputs.json"
+        if path.exists():
+            before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(identity)
+            changed = [f"{key}: was {before.get(key)}, is {now.get(key)}" for key in now if now[key] != before.get(key)]
+            if changed:
+                raise Edge0Error(
+                    f"resume: {self.directory} was started from other inputs ({'; '.join(changed)});"
+                    " put them back, or use another run_dir"
+                )
+        elif PartialState().is_main_process:
+            write_json(path, identity)
+
+    def write_samples(self, samples: Sequence[dict[str, str]]) -> None:
+        """Write samples.jsonl (and a W&B table): rows of text with the same keys."""
+        text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        write_text(self.directory / "samples.jsonl", text)
+        if self.wandb and samples:
+            import wandb
+
+            columns = list(samples[0])
+            self.wandb.log(
+                {"samples": wandb.Table(columns, [[sample[name] for name in columns] for sample in samples])}
+            )
+
     def forget_after(self, step: int) -> dict[str, Any]:
         """Drop metric rows of steps that a resumed run will do again; returns the last row that stays, without its step."""
         path = self.directory / "metrics.jsonl"
@@ -80,6 +115,7 @@ class Run:
         if self.is_new and {path.name for path in self.directory.iterdir()} <= {
             "config.yaml",
             "environment.json",
+            "inputs.json",
             "wandb",
         }:
             shutil.rmtree(self.directory)
@@ -205,7 +241,7 @@ def _same_config(saved: dict[str, Any], now: dict[str, Any], directory: Path) ->
     differing = [
         f"{key}: saved {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted({*before, *after})
-        if before.get(key) != after.get(key) and key.split(".")[0] not in VOLATILE
+        if before.get(key) != after.get(key) and not {key, key.split(".")[0]} & {*VOLATILE}
     ]
     if differing:
         raise Edge0Error(

@@ -366,6 +366,8 @@ def upstream_problems(adapter: Adapter) -> list[str]:
             f"r = {tier.lora.r} and alpha = {tier.lora.alpha:g}; "
             f"it scales by {UPSTREAM_ALPHA} / {UPSTREAM_R} whatever the file says"
         )
+    if tier.token_aware:
+        problems.append("token_aware is True: the heads also see the token being routed; its heads do not")
     if tier.name not in UPSTREAM_TIERS or tier.name not in builtin_tier_names():
         return [*problems, f"tier {tier.name} is not one of its own ({', '.join(UPSTREAM_TIERS)})"]
     own = builtin_tier(tier.name)

@@ -25,6 +25,8 @@ MAX_COUNT = 2**20
 MAX_LAYERS = 1024
 """Bounds on what a stranger's file may ask us to build."""
 ROUTER_KINDS = ("softmax_topk", "sigmoid_group")
+TOKEN_NORM_EPS = 1e-6
+"""In the token feature of token-aware heads, see `Tier.token_aware`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Tier:
         owners: layers that own a head. consumers: layers routed by prediction; each consumer's owner is the layer before.
         head_width: width of a head's hidden layer.
         lora: the recovery LoRA.
+        token_aware: heads see one more input, the token that the consumer's step processes: it has been sampled before the
+            heads must run. For token id v and the base's embedding row e = embed(v) [hidden_size] (the values that the base
+            itself embeds with, dequantised), the feature is e / sqrt(mean(e^2) + TOKEN_NORM_EPS) in float32, without a
+            learned weight; it comes last in the head's input. Not in the public project; absent in older files.
     """
 
     name: str
@@ -82,6 +88,7 @@ class Tier:
     consumers: tuple[int, ...]
     head_width: int
     lora: Lora
+    token_aware: bool = False
 
     # -- derived ---------------------------------------------------------------------------------------------------
 
@@ -114,8 +121,8 @@ class Tier:
 
     @property
     def head_input(self) -> int:
-        """Width of a head's input: hidden state and two multi-hot routings (method.md 1.3)."""
-        return self.hidden_size + 2 * self.num_experts
+        """Width of a head's input: hidden state, two multi-hot routings (method.md 1.3), and the token if it is seen."""
+        return self.hidden_size + 2 * self.num_experts + self.hidden_size * self.token_aware
 
     def head_tensors(self) -> dict[str, tuple[int, int]]:
         """{key: [out, in]} of all tensors of the prerouter file."""
@@ -185,6 +192,7 @@ class Tier:
                 alpha=_positive("lora.alpha", lora["alpha"]),
                 targets=tuple(_text("lora.targets", target) for target in _list("lora.targets", lora["targets"])),
             ),
+            token_aware=_flag("token_aware", data.get("token_aware", False)),
         )
         _validate(tier)
         return tier
@@ -231,6 +239,12 @@ def _positive(field: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise Edge0Error(f"tier.{field}: {value!r} is not a number larger than 0")
     return float(value)
+
+
+def _flag(field: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise Edge0Error(f"tier.{field}: {value!r} is neither true nor false")
+    return value
 
 
 def _list(field: str, value: Any) -> list[Any] | tuple[Any, ...]:

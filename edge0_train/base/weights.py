@@ -119,8 +119,11 @@ class MlxWeights:
         values = read_tensor(*self.checkpoint.entries[name]).to(device)
         how = self.quantised.get(name.removesuffix(".weight"))
         if how is None:
+            _check_finite(self.checkpoint, name, values)
             return values.to(dtype)
         scales, biases = (read_tensor(*self.checkpoint.entries[part]).to(device) for part in _sidecars(name))
+        for part, tensor in zip(_sidecars(name), (scales, biases), strict=True):
+            _check_finite(self.checkpoint, part, tensor)
         return dequantize_once(values, scales, biases, how.bits, how.group_size, dtype)
 
 
@@ -130,6 +133,16 @@ def read_tensor(header: Header, entry: TensorEntry) -> torch.Tensor:
     with open_regular(header.path) as file:
         read_exact(file, header.path, entry.start, tensor.view(-1).view(torch.uint8).numpy().data)
     return tensor
+
+
+def _check_finite(checkpoint: Checkpoint, name: str, values: torch.Tensor) -> None:
+    """Raise Edge0Error naming file and tensor when it holds NaN or infinity; found later, it is just a NaN loss."""
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        raise Edge0Error(
+            f"{checkpoint.entries[name][0].path}: {name} has {bad} of {values.numel()} values that are not finite;"
+            " download or quantise the base again"
+        )
 
 
 def _sidecars(name: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.data.prompts import Prompt
+from edge0_train.data.rows import TextRow
 
 
 class Chat:
@@ -38,6 +39,17 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def shown(self, row: TextRow) -> dict[str, str]:
+        """A row as text for samples.jsonl; special tokens stay visible, so that a wrong template shows."""
+        prompt, completion = (self.tokenizer.decode(list(ids)) for ids in (row.prompt_ids, row.completion_ids))
+        return {
+            "prompt": prompt,
+            "completion": completion,
+            "answer": row.answer,
+            "task": row.task,
+            "finish_reason": row.finish_reason,
+        }
 
 
 def _end_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:

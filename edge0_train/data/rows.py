@@ -46,6 +46,14 @@ class TextData:
     card: dict[str, Any]
 
 
+def distinct(rows: Sequence[TextRow]) -> list[TextRow]:
+    """The first of every set of rows with the same prompt and completion, in order."""
+    first: dict[tuple[tuple[int, ...], tuple[int, ...]], TextRow] = {}
+    for row in rows:
+        first.setdefault((row.prompt_ids, row.completion_ids), row)
+    return list(first.values())
+
+
 def write_rows(path: Path, rows: Sequence[TextRow]) -> None:
     """JSON lines, one row each, atomically."""
     write_text(path, "".join(json.dumps(asdict(row)) + "\n" for row in rows))

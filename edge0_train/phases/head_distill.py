@@ -9,23 +9,28 @@ on the hidden states that come of it. It closes the "feature drift" that the pap
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
-from edge0_train.build import build_student
+from edge0_train.build import build_student, sketch_student
 from edge0_train.config import Config
-from edge0_train.data.rows import Batch, collate, micro_batches, read_data, shuffled
+from edge0_train.data.rows import IGNORE, Batch, micro_batches, read_data, shuffled
 from edge0_train.loop import Problem, train
-from edge0_train.losses import HEAD_LOSSES
-from edge0_train.recall import BASELINES, best_baseline, mean, measure_recall
-from edge0_train.report import print_plan
+from edge0_train.losses import HEAD_LOSSES, chunked, cross_entropy
+from edge0_train.phases.student_sft import mean_loss
+from edge0_train.plan import Rows, training_plan
+from edge0_train.recall import BASELINES, RecallReport, best_baseline, measure_recall
+from edge0_train.report import print_plan, table
 from edge0_train.run import Run
-from edge0_train.student import PrerouterHeads
+from edge0_train.student import PrerouterHeads, StudentPath
 
 RECALL_ROWS = 64
 """Held-out rows for recall: a few thousand predicted positions per head."""
@@ -52,6 +57,11 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
     """Train all heads in one pass over the base, without gradients through it; writes the prerouter file."""
     tier, optim = config.tier, config.optim
     refining = config.heads.features == "student"
+    if config.dry_run:
+        sketch = sketch_student(config, lora=False, heads=True)
+        assert sketch.heads
+        print_plan(config, _plan(config, sketch, sketch.heads, Rows.planned(config)))
+        return {}
     data, dropped = read_data(config.text.rows, config.text.max_length)
     student = build_student(config, prerouter=input_path(config, "prerouter") if refining else "")
     path, pad_id, device = student.path, student.chat.pad_id, student.path.model.device
@@ -61,18 +71,7 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
         heads = PrerouterHeads(tier).to(device)
         heads.warm_start(lambda layer: path.router(layer).weight)
     trainable = dict(heads.requires_grad_(True).named_parameters())
-    shape = f"{tier.head_input} -> {tier.head_width} -> {tier.num_experts}"
-    print_plan(
-        config,
-        {
-            "rows": f"{len(data.train)} train, {len(data.held_out)} held out (dropped: {dropped or 'none'})",
-            "heads": f"owners {tier.owners[0]}..{tier.owners[-1]}, {shape}, on {config.heads.features} features",
-            "trainable": f"{sum(p.numel() for p in trainable.values()):,} parameters",
-            "step": f"{optim.rows} rows in micro-batches of {optim.micro_rows}; {optim.steps} steps; {config.heads.loss} loss",
-        },
-    )
-    if config.dry_run:
-        return {}
+    print_plan(config, _plan(config, path, heads, Rows.of_data(data, dropped)))
     order = shuffled(len(data.train), optim.rows, config.seed)
     loss_of = HEAD_LOSSES[config.heads.loss]
 
@@ -85,24 +84,25 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
         routing = path.predicted(*where, capture=True) if refining else path.native(tier.k, *where, capture=True)
         with torch.no_grad():
             path.hidden(micro.batch.input_ids_BT, routing, use_cache=False)
-        at_BT = micro.predicted_BT[:, 1:]
+        at_BT = micro.predicted_BT
         total = torch.zeros((), device=device)
         for owner in tier.owners:
-            head_NE = heads(owner, routing.features[owner][:, :-1][at_BT])
-            target_NE = routing.router_logits[owner + 1][:, 1:][at_BT]
+            head_NE = heads(owner, routing.features[owner][at_BT])
+            target_NE = routing.router_logits[owner + 1][at_BT]
             bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
             total = total + loss_of(tier.router, head_NE, target_NE, tier.k, bias_E)
         return total, {}
 
-    held_out = [collate(data.held_out[:RECALL_ROWS], pad_id, device)]
+    held_rows = data.held_out[:RECALL_ROWS]
+    held_out = micro_batches(held_rows, np.arange(len(held_rows)), optim.micro_rows, pad_id, device)
     before = measure_recall(path, heads, held_out)
     result = train(run, optim, Problem(trainable, window, loss))
     after = measure_recall(path, heads, held_out)
-    summary = _report(before, after, tier.k)
+    summary = _report(before, after, perplexities(path, heads, held_out))
     baseline, best = best_baseline(after)
-    if mean(after["heads"]) <= best:
+    if after.recall <= best:
         raise Edge0Error(
-            f"heads: held-out recall@{tier.k} {mean(after['heads']):.3f} does not beat the trivial baseline {baseline}"
+            f"heads: held-out recall@{tier.k} {after.recall:.3f} does not beat the trivial baseline {baseline}"
             f" ({best:.3f}); train longer (optim.steps={optim.steps}) or on more rows ({len(data.train)})"
         )
     write_output(
@@ -117,11 +117,56 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
     return {**result, **summary, "dropped": dropped}
 
 
-def _report(before: dict[str, dict[int, float]], after: dict[str, dict[int, float]], k: int) -> dict[str, Any]:
-    """Print and return held-out recall: heads after and before training, baselines, per layer."""
-    means = {"heads": mean(after["heads"]), "before": mean(before["heads"])}
-    means |= {name: mean(after[name]) for name in BASELINES}
-    print(f"held-out recall@{k}: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
-    per_layer = {f"{owner}->{owner + 1}": round(value, 4) for owner, value in after["heads"].items()}
-    print(f"heads by layer: {per_layer}")
-    return {"recall": {name: round(value, 4) for name, value in means.items()}, "recall_by_layer": per_layer}
+def _plan(config: Config, path: StudentPath, heads: PrerouterHeads, rows: Rows) -> dict[str, str]:
+    """The phase's plan; `path` and `heads` may be on the meta device."""
+    tier = config.tier
+    facts = training_plan(config, path, dict(heads.named_parameters()), rows, through_base=False)
+    shape = f"{tier.head_input} -> {tier.head_width} -> {tier.num_experts}"
+    return facts | {
+        "heads": f"{len(tier.owners)} (owners {tier.owners[0]}..{tier.owners[-1]}), {shape}, on {config.heads.features} features,"
+        f" {config.heads.loss} loss"
+    }
+
+
+def perplexities(path: StudentPath, heads: PrerouterHeads, batches: Sequence[Batch]) -> dict[str, float]:
+    """Held-out perplexity of completions: `committed`, routed by these heads as serving does, and `native` at the served K."""
+    path.heads = heads
+    committed = mean_loss(path, batches)
+    native = 0.0
+    for batch in batches:
+        with torch.no_grad():
+            output = path.hidden(batch.input_ids_BT, path.native(path.tier.k, start_BT=batch.start_BT), use_cache=False)
+            at_BT = batch.labels_BT != IGNORE
+            states_NH = output.last_hidden_state[at_BT]
+            native += float(chunked(cross_entropy, states_NH, path.model.lm_head, batch.labels_BT[at_BT]))
+    return {"committed": math.exp(committed), "native": math.exp(native / sum(batch.valid for batch in batches))}
+
+
+def _report(before: RecallReport, after: RecallReport, perplexity: dict[str, float]) -> dict[str, Any]:
+    """Print held-out recall per layer and group, baselines, cache misses and perplexity; return them for done.json."""
+    measures = [name for name in after.by_layer[next(iter(after.by_layer))] if name not in BASELINES]
+    rows = [
+        [f"layer {owner + 1}", after.tokens, *(values[name] for name in (*measures, *BASELINES))]
+        for owner, values in after.by_layer.items()
+    ]
+    rows += [["mean", after.tokens, *(after.mean(name) for name in (*measures, *BASELINES))]]
+    rows += [
+        [group, values["tokens"], *(values[name] for name in measures), *[None] * len(BASELINES)]
+        for group, values in after.by_group.items()
+    ]
+    print(table(["held out", "tokens", *measures, *BASELINES], rows))
+    for size, misses in after.lru_misses.items():
+        print(
+            f"LRU of {size} experts a layer: {misses['predicted']:.2f} misses a token, {misses['true']:.2f} by the true sets"
+        )
+    print(
+        f"recall@{after.k} before {before.recall:.3f}, after {after.recall:.3f}; perplexity with heads committed"
+        f" {perplexity['committed']:.4g}, native at K={after.k} {perplexity['native']:.4g}"
+    )
+    means = {"heads": after.recall, "before": before.recall, **after.baselines}
+    return {
+        "recall": {name: round(value, 4) for name, value in means.items()},
+        "recall_by_layer": {f"{n}->{n + 1}": round(v[f"recall@{after.k}"], 4) for n, v in after.by_layer.items()},
+        "recall_report": after.to_dict(),
+        "perplexity": {name: round(value, 4) for name, value in perplexity.items()},
+    }

@@ -1,6 +1,7 @@
 """phase=on_policy: the student writes, the teacher scores, the LoRA trains with reverse KL (method.md 2.3).
 
     python -m edge0_train phase=on_policy tier=35b
+    python -m edge0_train phase=on_policy tier=35b on_policy.loss=forward_kl    # a control, see LOSSES
 
 Rounds of rollout -> score -> train. Every stage of a round is on disk (`round-000/`), so that student and teacher need not be
 in memory together and a stopped run continues with the very rollouts it had.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,26 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import hash_files, input_path, write_output
-from edge0_train.build import Student, build_student, build_teacher
+from edge0_train.build import Student, build_student, build_teacher, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
+from edge0_train.data.gates import RowHealth, check_rows
 from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled
 from edge0_train.loop import Problem, train
-from edge0_train.losses import chunked, reverse_kl, topk_with_tail
-from edge0_train.phases.student_sft import lora_parameters
-from edge0_train.phases.teacher_text import complete_shards
+from edge0_train.losses import (
+    chunked,
+    forward_kl,
+    mass_on,
+    reverse_kl,
+    reverse_kl_no_tail,
+    sampled_token,
+    token_logp,
+    topk_with_tail,
+)
+from edge0_train.phases.student_sft import SAMPLES, lora_parameters
+from edge0_train.phases.teacher_text import complete_shards, drop_long
+from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run, my_share
 from edge0_train.student import StudentPath, lora_tensors
@@ -39,11 +52,28 @@ from edge0_train.student import StudentPath, lora_tensors
 
 @dataclass(frozen=True)
 class Scored:
-    """The teacher's view of one row's completion: top-k ids [C, S], log-probabilities [C, S], log tail [C]."""
+    """The teacher's view of one row's completion of C tokens, in float32.
+
+    Attributes:
+        ids_CS, logp_CS, log_tail_C: its top-k with their log-probabilities, and the log of the mass outside.
+        sampled_C, sampled_logp_C: the token that the student wrote, and the teacher's log-probability of it.
+    """
 
     ids_CS: torch.Tensor
     logp_CS: torch.Tensor
     log_tail_C: torch.Tensor
+    sampled_C: torch.Tensor
+    sampled_logp_C: torch.Tensor
+
+
+BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
+LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "reverse_kl": (reverse_kl, BUCKETS),
+    "forward_kl": (forward_kl, BUCKETS),
+    "reverse_kl_no_tail": (reverse_kl_no_tail, BUCKETS),
+    "sampled_token": (sampled_token, ("sampled_C", "sampled_logp_C")),
+}
+"""`on_policy.loss`: the summed loss of (logits, *targets), and the fields of `Scored` that are its targets."""
 
 
 @dataclass(frozen=True)
@@ -68,28 +98,29 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
     if not prerouter or not lora:
         raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
+    sample = config.sample
+    if config.on_policy.loss == "sampled_token" and (sample.temperature, sample.top_p) != (1.0, 1.0):
+        raise Edge0Error(
+            f"sample: temperature {sample.temperature} and top_p {sample.top_p}; on_policy.loss=sampled_token estimates"
+            " with what the student itself would write: set both to 1"
+        )
     if optim.steps % rounds:
         raise Edge0Error(f"optim.steps: {optim.steps} is not a multiple of on_policy.rounds={rounds}")
     steps, rows = optim.steps // rounds, optim.rows * optim.steps // rounds
     prompts = load_prompts(config.text.prompts, train=rows * rounds, held_out=1, seed=config.seed + 1)
+    if not config.dry_run:
+        prompts = drop_long(prompts, Chat(config.base.directory), config)
     if len(prompts.train) < rows * rounds:
         raise Edge0Error(
             f"text.prompts: {len(prompts.train)} prompts, but {rounds} rounds of {rows} rows need {rows * rounds};"
             " lower optim.steps or optim.rows"
         )
+    if config.dry_run:
+        print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True)))
+        return {}
     student = build_student(config, prerouter=prerouter, lora=lora)
     trainable = lora_parameters(student.path)
-    print_plan(
-        config,
-        {
-            "rounds": f"{rounds} of {rows} completions (temperature {config.sample.temperature}) and {steps} steps",
-            "loss": f"reverse KL on the teacher's top {config.on_policy.top_k} and one tail bucket",
-            "teacher": config.teacher.directory,
-            "trainable": f"{sum(p.numel() for p in trainable.values()):,} parameters",
-        },
-    )
-    if config.dry_run:
-        return {}
+    print_plan(config, _plan(config, student.path))
     teacher = build_teacher(config)
     teacher_ends = Chat(config.teacher.directory).end_ids
     if student.chat.end_ids != teacher_ends:
@@ -100,6 +131,8 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     @functools.lru_cache(maxsize=1)
     def prepared(number: int) -> tuple[list[TextRow], list[Scored]]:
         rollout = _rollout(config, run, student, prompts.train[number * rows : (number + 1) * rows], number)
+        first = RowHealth.of(_stored(run, 0)) if number else None
+        check_rows(rollout, sample, f"student, round {number}", before=first)
         return rollout, _score(config, run, teacher, student.chat.pad_id, rollout, number)
 
     def window(step: int) -> list[ScoredBatch]:
@@ -108,7 +141,22 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         order = shuffled(len(rollout), optim.rows, config.seed + number)
         return _window(rollout, scores, order(step_in_round), optim.micro_rows, student)
 
-    result = train(run, optim, Problem(trainable, window, functools.partial(_loss, student.path)))
+    @functools.lru_cache(maxsize=1)
+    def about(number: int) -> dict[str, float]:
+        return {f"rollout_{name}": value for name, value in RowHealth.of(_stored(run, number)).to_dict().items()}
+
+    result = train(
+        run,
+        optim,
+        Problem(
+            trainable,
+            window,
+            loss=functools.partial(_loss, student.path, config.on_policy.loss),
+            evaluate=lambda done: about((done - 1) // steps),
+        ),
+    )
+    if PartialState().is_main_process:
+        run.write_samples([student.chat.shown(row) for row in _stored(run, rounds - 1)[:SAMPLES]])
     write_output(
         config,
         "lora",
@@ -119,7 +167,21 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         {"prerouter": student.prerouter, "lora": student.lora},
         prerouter_sha256=student.prerouter.sha256 if student.prerouter else None,
     )
-    return {**result, "rounds": [_describe(_stored(run, n)) for n in range(rounds)]}
+    return {**result, "rounds": [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]}
+
+
+def _plan(config: Config, path: StudentPath) -> dict[str, str]:
+    """The phase's plan; `path` may be on the meta device. No row is written yet: all are taken to be as long as allowed."""
+    optim, rounds = config.optim, config.on_policy.rounds
+    count, longest = optim.rows * optim.steps, config.text.max_length - 1
+    labels = float(min(longest, config.sample.max_new_tokens))
+    rows = Rows(count, 0, longest, labels, longest, {}, assumed=True)
+    return {
+        "rounds": f"{rounds} of {count // rounds} completions (temperature {config.sample.temperature}) and"
+        f" {optim.steps // rounds} steps",
+        "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}",
+        **training_plan(config, path, lora_parameters(path), rows, through_base=True),
+    }
 
 
 def _round(run: Run, number: int) -> Path:
@@ -155,6 +217,9 @@ def _score(
     scores = []
     for file in files.values():
         stored = load_file(str(file))
+        lacking = [f.name for f in dataclasses.fields(Scored) if f.name not in stored]
+        if lacking:
+            raise Edge0Error(f"{file}: lacks {', '.join(lacking)}; it is from an older version: delete it and resume")
         lengths = stored["lengths"].tolist()
         columns = [stored[f.name].split(lengths) for f in dataclasses.fields(Scored)]
         scores += [Scored(*row) for row in zip(*columns, strict=True)]
@@ -163,10 +228,17 @@ def _score(
 
 @torch.no_grad()
 def _teacher_scores(teacher: StudentPath, batch: Batch, top_k: int) -> dict[str, torch.Tensor]:
-    """Top-k and tail at every completion token of the batch, row after row; the teacher is native at its published K."""
+    """The fields of `Scored` at every completion token of the batch, row after row; `lengths` [B] tells the rows apart.
+
+    The teacher is native at its published K.
+    """
     output = teacher.hidden(batch.input_ids_BT, teacher.native(teacher.tier.base_k), use_cache=False)
     at_BT = batch.labels_BT != IGNORE
-    parts = [topk_with_tail(teacher.model.lm_head(part), top_k) for part in output.last_hidden_state[at_BT].split(1024)]
+    hidden_NH, sampled_N = output.last_hidden_state[at_BT], batch.labels_BT[at_BT]
+    parts = []
+    for hidden, sampled in zip(hidden_NH.split(1024), sampled_N.split(1024), strict=True):
+        logits = teacher.model.lm_head(hidden)
+        parts.append((*topk_with_tail(logits, top_k), sampled, token_logp(logits, sampled)))
     columns = [torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True)]
     names = [f.name for f in dataclasses.fields(Scored)]
     return dict(zip(names, columns, strict=True)) | {"lengths": at_BT.sum(1).cpu()}
@@ -186,24 +258,22 @@ def _window(
     ]
 
 
-def _loss(path: StudentPath, micro: ScoredBatch) -> tuple[torch.Tensor, dict[str, float]]:
-    """Summed reverse KL on the student path, and the teacher's mass on its top-k."""
+def _loss(path: StudentPath, kind: str, micro: ScoredBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    """Summed loss on the student path; to log, the teacher's and the student's mass on the teacher's top-k."""
     batch, scored = micro.batch, micro.scored
+    loss, fields = LOSSES[kind]
     output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT, batch.start_BT), use_cache=False)
     hidden_NH = output.last_hidden_state[batch.labels_BT != IGNORE]
-    value = chunked(reverse_kl, hidden_NH, path.model.lm_head, scored.ids_CS, scored.logp_CS, scored.log_tail_C)
-    return value, {"teacher_mass": float(scored.logp_CS.exp().sum())}
+
+    def with_mass(logits_NV: torch.Tensor, ids_NS: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        return torch.stack([loss(logits_NV, *targets), mass_on(logits_NV, ids_NS)])
+
+    targets = [getattr(scored, name) for name in fields]
+    value, student_mass = chunked(with_mass, hidden_NH, path.model.lm_head, scored.ids_CS, *targets).unbind()
+    return value, {"teacher_mass": float(scored.logp_CS.exp().sum()), "student_mass": float(student_mass.detach())}
 
 
 def _join(scores: list[Scored], device: torch.device) -> Scored:
     """Scores of several rows, one after the other, as `labels != IGNORE` flattens them."""
     fields = [f.name for f in dataclasses.fields(Scored)]
     return Scored(*(torch.cat([getattr(s, name) for s in scores]).to(device) for name in fields))
-
-
-def _describe(rollout: list[TextRow]) -> dict[str, float]:
-    """Mean length and truncated share of a round, for the summary."""
-    return {
-        "mean_length": round(sum(len(row.completion_ids) for row in rollout) / len(rollout), 2),
-        "truncated": round(sum(row.finish_reason == "length" for row in rollout) / len(rollout), 4),
-    }

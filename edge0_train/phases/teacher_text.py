@@ -10,51 +10,93 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 
-from edge0_train.build import build_teacher
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.build import build_teacher, check_tokenizer
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
-from edge0_train.data.prompts import Prompt, load_prompts
-from edge0_train.data.rows import TextRow, read_rows, write_data, write_rows
+from edge0_train.data.complete import PathWriter, VllmWriter, Writer
+from edge0_train.data.gates import check_rows
+from edge0_train.data.prompts import Prompt, Prompts, load_prompts
+from edge0_train.data.rows import TextRow, distinct, read_rows, write_data, write_rows
 from edge0_train.report import print_plan, progress
 from edge0_train.run import Run, my_share
-from edge0_train.student import Sampling, StudentPath, generate
+from edge0_train.student import StudentPath
+
+SAMPLES = 8
+"""Rows that are written out as text."""
 
 
 def teacher_text(config: Config, run: Run) -> dict[str, Any]:
-    """Write train.jsonl, held_out.jsonl and card.json into the run directory.
+    """Write train.jsonl, held_out.jsonl, samples.jsonl and card.json into the run directory.
 
     Every batch of completions is a shard on disk with a seed of its own, so that a stopped run continues where it was and
     ends with the same rows.
     """
-    prompts = load_prompts(
-        config.text.prompts, train=config.sample.prompts, held_out=config.sample.eval_prompts, seed=config.seed
-    )
-    print_plan(
-        config,
-        {
-            "prompts": f"{len(prompts.train)} train, {len(prompts.held_out)} held out (dropped: {prompts.dropped or 'none'})",
-            "completions": f"at most {config.sample.max_new_tokens} tokens, temperature {config.sample.temperature}",
-        },
-    )
+    sample = config.sample
+    prompts = load_prompts(config.text.prompts, train=sample.prompts, held_out=sample.eval_prompts, seed=config.seed)
+    if not (config.dry_run and not (Path(config.teacher.directory) / "tokenizer.json").is_file()):
+        prompts = drop_long(prompts, Chat(config.teacher.directory), config)
+    print_plan(config, _plan(config, prompts))
     if config.dry_run:
         return {}
-    teacher, chat = build_teacher(config), Chat(config.teacher.directory)
-    sides = {}
-    for name, side in (("train", prompts.train), ("held_out", prompts.held_out)):
-        sides[name] = _complete(config, run, teacher, chat, side, name)
+    chat = Chat(config.teacher.directory)
+    writer = _writer(config, chat)
+    sides: dict[str, list[TextRow]] = {}
+    card: dict[str, Any] = {"dropped_prompts": prompts.dropped, "duplicate_rows": {}, "health": {}}
+    for name, side in (("held_out", prompts.held_out), ("train", prompts.train)):  # the short one first: it fails early
+        rows = write_shards(config, run.directory / "shards", writer, chat, side, name)
+        if name == "held_out" and PartialState().is_main_process:
+            run.write_samples([chat.shown(row) for row in rows[:SAMPLES]])
+        sides[name] = distinct(rows)
+        card["duplicate_rows"][name] = len(rows) - len(sides[name])
+        card["health"][name] = check_rows(rows, sample, f"teacher, {name}").to_dict()
     if not PartialState().is_main_process:
         return {}
-    return {"card": write_data(run.directory, sides["train"], sides["held_out"], {"dropped_prompts": prompts.dropped})}
+    return {"card": write_data(run.directory, sides["train"], sides["held_out"], card)}
 
 
-def _complete(
-    config: Config, run: Run, teacher: StudentPath, chat: Chat, prompts: Sequence[Prompt], name: str
-) -> list[TextRow]:
-    """Complete `prompts` in order, each rank its share of the shards; a shard that is on disk is taken as it is."""
-    return complete_shards(config, run.directory / "shards", teacher, chat, prompts, teacher.tier.base_k, name)
+def _plan(config: Config, prompts: Prompts) -> dict[str, str]:
+    sample, train, held_out = config.sample, len(prompts.train), len(prompts.held_out)
+    most = sample.max_new_tokens * (train + held_out)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in prompts.dropped.items()) or "none"
+    return {
+        "prompts": f"{train:,} train, {held_out:,} held out (dropped: {dropped})",
+        "completions": f"at most {sample.max_new_tokens:,} tokens each, {most:,} in all; temperature {sample.temperature},"
+        f" top-p {sample.top_p}, {sample.batch} at a time, by {sample.backend}",
+    }
+
+
+def drop_long(prompts: Prompts, chat: Chat, config: Config) -> Prompts:
+    """Without the prompts that leave no room for a completion within text.max_length; they are counted.
+
+    Raises Edge0Error when a side has none left.
+    """
+    limit = config.text.max_length
+    train, held_out = (
+        [prompt for prompt in side if len(chat.prompt_ids(prompt)) < limit]
+        for side in (prompts.train, prompts.held_out)
+    )
+    longer = len(prompts.train) + len(prompts.held_out) - len(train) - len(held_out)
+    for name, side in (("train", train), ("held-out", held_out)):
+        if not side:
+            raise Edge0Error(
+                f"text.max_length: no {name} prompt is shorter than {limit} tokens ({longer} prompts dropped); raise it"
+            )
+    dropped = {**prompts.dropped, f"prompt not below text.max_length={limit}": longer} if longer else prompts.dropped
+    return Prompts(train, held_out, dropped)
+
+
+def _writer(config: Config, chat: Chat) -> Writer:
+    """The teacher in the backend that `sample.backend` names."""
+    if config.sample.backend == "transformers":
+        teacher = build_teacher(config)
+        return PathWriter(teacher, config.sample, chat.end_ids, chat.pad_id, teacher.tier.base_k)
+    if PartialState().num_processes > 1:
+        raise Edge0Error("sample.backend: vllm spreads over the GPUs itself; start teacher_text as one process")
+    check_tokenizer(config)
+    return VllmWriter.open(config, chat.end_ids)
 
 
 def complete_shards(
@@ -66,42 +108,30 @@ def complete_shards(
     native_k: int | None,
     name: str,
 ) -> list[TextRow]:
-    """Rows of all prompts, in order; batches of them are files in `directory`, spread over the ranks."""
+    """`write_shards` by a path: a student (native_k None) or a base at that K."""
+    writer = PathWriter(path, config.sample, chat.end_ids, chat.pad_id, native_k)
+    return write_shards(config, directory, writer, chat, prompts, name)
+
+
+def write_shards(
+    config: Config, directory: Path, writer: Writer, chat: Chat, prompts: Sequence[Prompt], name: str
+) -> list[TextRow]:
+    """Rows of all prompts, in order; batches of them are files in `directory`, spread over the ranks.
+
+    A shard that is on disk is taken as it is. Its number, its name and the run's seed fix its randomness.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     shards = {start: directory / f"{name}-{start:08d}.jsonl" for start in range(0, len(prompts), config.sample.batch)}
     missing = [start for start, shard in shards.items() if not shard.exists()]
     PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
     for start in progress(my_share(missing), f"{config.phase} {name}"):
         chosen = prompts[start : start + config.sample.batch]
-        write_rows(shards[start], complete(config, path, chat, chosen, native_k, (name, start)))
+        ids = [chat.prompt_ids(prompt) for prompt in chosen]
+        completions = writer(ids, zlib.crc32(f"{config.seed}/{name}/{start}".encode()))
+        rows = [
+            TextRow(prompt_ids, done.ids, done.finish_reason, prompt.task, prompt.answer)
+            for prompt_ids, done, prompt in zip(ids, completions, chosen, strict=True)
+        ]
+        write_rows(shards[start], rows)
     PartialState().wait_for_everyone()
     return [row for shard in shards.values() for row in read_rows(shard)]
-
-
-def complete(
-    config: Config,
-    path: StudentPath,
-    chat: Chat,
-    prompts: Sequence[Prompt],
-    native_k: int | None,
-    stream: tuple[str, int],
-) -> list[TextRow]:
-    """Rows from prompts, sampled as `config.sample` says; `stream` and the run's seed fix the randomness."""
-    ids = [chat.prompt_ids(prompt) for prompt in prompts]
-    name, number = stream
-    generator = torch.Generator(device=path.model.device)
-    generator.manual_seed(zlib.crc32(f"{config.seed}/{name}/{number}".encode()))
-    sample = config.sample
-    completions = generate(
-        path,
-        ids,
-        Sampling(sample.max_new_tokens, sample.temperature, sample.top_p),
-        end_ids=chat.end_ids,
-        pad_id=chat.pad_id,
-        native_k=native_k,
-        generator=generator,
-    )
-    return [
-        TextRow(prompt_ids, done.ids, done.finish_reason, prompt.task, prompt.answer)
-        for prompt_ids, done, prompt in zip(ids, completions, prompts, strict=True)
-    ]

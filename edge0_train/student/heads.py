@@ -1,4 +1,7 @@
-"""Prerouter heads (method.md 1.3): logits = fc2(gelu(fc1(x))) + linear_init(x), no biases, one head per owner layer."""
+"""Prerouter heads (method.md 1.3): logits = fc2(gelu(fc1(x))) + linear_init(x), no biases, one head per owner layer.
+
+x is the owner's features of the input before; token-aware heads also see the token being routed (`Tier.token_aware`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class PrerouterHeads(nn.Module):
         )
 
     def forward(self, owner: int, features: torch.Tensor) -> torch.Tensor:
-        """Logits [..., E] for layer `owner + 1` at the next token, from features [..., F] at this one."""
+        """Logits [..., E] for layer `owner + 1`, from what its head sees [..., F] (`RoutingPass.features`)."""
         return self.layers[str(owner)](features)
 
     @torch.no_grad()
@@ -46,6 +49,7 @@ class PrerouterHeads(nn.Module):
             router_weight: layer -> its router's weight [E, H].
 
         fc2 starts at zero so that the first logits are exactly the warm start's; fc1 keeps torch's random initialisation.
+        Whatever else a head sees, the token included, starts without a say.
         """
         for owner, head in self.layers.items():
             assert isinstance(head, Head)

@@ -3,8 +3,9 @@
 The path touches the base at one point only: a forward hook on every layer's router (`mlp.gate` in all of transformers'
 MoE families). The hook sees the layer's MoE input h(N, t) and its own router logits, and its return value is the routing
 that the block executes. Layer N+1's routing at input t needs layer N's features at input t-1 alone (method.md 1.5), so
-one pass over a whole sequence evaluates each head at all positions and shifts by one; a decode step is the same code with
-the last position's logits carried over in a `PrerouterState`.
+one pass over a whole sequence shifts the features by one position and evaluates each head where its routing is used; a decode
+step is the same code with the last position's features carried over in a `PrerouterState`. Being evaluated where it is used, a
+token-aware head (`Tier.token_aware`) finds the token that it may see at its own position.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_train.student.heads import PrerouterHeads
 from edge0_train.student.packing import Documents, isolate_documents
@@ -25,9 +26,14 @@ from edge0_train.student.routing import multi_hot, select, weigh
 
 @dataclass
 class PrerouterState:
-    """What decoding carries from one input to the next: every owner's logits [B, E] and routing as a multi-hot [B, E]."""
+    """What decoding carries from one input to the next, by owner.
 
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    Attributes:
+        features: [B, H + 2E]; hidden state, routing and the routing before.
+        routing: [B, E]; the routing alone, as a multi-hot.
+    """
+
+    features: dict[int, torch.Tensor] = field(default_factory=dict)
     routing: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -42,8 +48,10 @@ class RoutingPass:
         start_BT: bool; first inputs of the documents packed into a row. None: one document a row.
         capture: keep the owners' features and all routers' logits (head training, recall).
         state: carried over from the pass before, and to the next one, when decoding with a cache.
-        features: {owner: [B, T, F]}; router_logits: {layer: [B, T, E]}; filled when `capture`.
+        features: {owner: [B, T, F]}; what its head sees to predict layer owner + 1 at input t. router_logits: {layer: [B, T,
+            E]}; every router's own. Both at the same t, so that a head's target needs no shift; filled when `capture`.
         executed: {layer: int64 [B, T, K]}; the experts that ran.
+        predictions: {owner: [B, T, E]}; its head's logits for layer owner + 1 at input t.
     """
 
     k: int
@@ -72,6 +80,7 @@ class StudentPath:
         self.tier, self.heads = tier, heads
         self._pass: RoutingPass | None = None
         self._batch_shape = (0, 0)
+        self._token_BTH: torch.Tensor | None = None
         self._documents: Documents | None = None
         for layer in tier.layout.moe_layers(tier.architecture):
             gate = self.router(layer)
@@ -132,12 +141,18 @@ class StudentPath:
         if routing.executed:
             raise ValueError("routing: this pass has run already; make a new RoutingPass for every forward")
         self._pass, self._batch_shape = routing, (input_ids_BT.shape[0], input_ids_BT.shape[1])
+        self._token_BTH = self._token_features(input_ids_BT) if self.tier.token_aware else None
         self._documents = None
         if routing.start_BT is not None and routing.start_BT[:, 1:].any():
             self._documents = Documents.of(routing.start_BT)
             # From positions that start again, transformers makes the block-diagonal mask of full attention.
             inputs["position_ids"] = self._documents.position_BT
         return self.model.model(input_ids=input_ids_BT, **inputs)
+
+    def _token_features(self, input_ids_BT: torch.Tensor) -> torch.Tensor:
+        """The inputs' own embeddings, RMS-normalised in float32 (`Tier.token_aware`): [B, T, H]."""
+        embedding_BTH = self.model.get_input_embeddings()(input_ids_BT).float()
+        return embedding_BTH * torch.rsqrt(embedding_BTH.square().mean(-1, keepdim=True) + TOKEN_NORM_EPS)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -178,30 +193,34 @@ class StudentPath:
     def _publish(
         self, owner: int, hidden: torch.Tensor, indices_NK: torch.Tensor, routing: RoutingPass, keep: bool
     ) -> None:
-        """Build owner's features at all positions; with a predicted pass, also its logits shifted to the next input."""
+        """Build what owner's head sees at every position; with a predicted pass, also its logits.
+
+        Features are of the input before; the token is the position's own.
+        """
         shape = self._batch_shape
         routed_BTE = multi_hot(indices_NK, self.tier.num_experts).unflatten(0, shape)
-        carried_BE = routing.state.routing.get(owner) if routing.state else None
-        before_BTE = _shift(routed_BTE, carried_BE)
+        before_BTE = _shift(routed_BTE, routing.state.routing.get(owner) if routing.state else None)
         if routing.previous_valid_BT is not None:
             before_BTE = before_BTE * routing.previous_valid_BT[..., None]
         hidden_BTH = hidden.reshape(*shape, -1).float()
         features_BTF = torch.cat([hidden_BTH, routed_BTE, before_BTE], dim=-1)
+        seen_BTF = _shift(features_BTF, routing.state.features.get(owner) if routing.state else None)
+        if self._token_BTH is not None:
+            seen_BTF = torch.cat([seen_BTF, self._token_BTH], dim=-1)
         if routing.capture and keep:
-            routing.features[owner] = features_BTF
+            routing.features[owner] = seen_BTF
         if routing.predicted_BT is None:
             return
         assert self.heads is not None
-        logits_BTE = self.heads(owner, features_BTF)
-        shifted_BTE = _shift(logits_BTE, routing.state.logits.get(owner) if routing.state else None)
+        logits_BTE = self.heads(owner, seen_BTF)
         if keep:
-            routing.predictions[owner] = shifted_BTE
+            routing.predictions[owner] = logits_BTE
         if keep and routing.state:
-            routing.state.logits[owner] = logits_BTE[:, -1]
+            routing.state.features[owner] = features_BTF[:, -1]
             routing.state.routing[owner] = routed_BTE[:, -1]
 
 
-def _shift(x_BTE: torch.Tensor, carried_BE: torch.Tensor | None) -> torch.Tensor:
+def _shift(x_BTF: torch.Tensor, carried_BF: torch.Tensor | None) -> torch.Tensor:
     """Position t takes the value of t-1; position 0 takes what the pass before left (zeros at the start)."""
-    first_B1E = torch.zeros_like(x_BTE[:, :1]) if carried_BE is None else carried_BE[:, None]
-    return torch.cat([first_B1E, x_BTE[:, :-1]], dim=1)
+    first_B1F = torch.zeros_like(x_BTF[:, :1]) if carried_BF is None else carried_BF[:, None]
+    return torch.cat([first_B1F, x_BTF[:, :-1]], dim=1)

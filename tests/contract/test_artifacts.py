@@ -103,6 +103,33 @@ def test_what_is_written_is_read_back_as_its_f16_rounding_with_tier_and_provenan
         np.testing.assert_array_equal(adapter.tensors[key], array.astype(np.float16))
 
 
+def test_token_aware_heads_survive_the_file_and_no_other_tier_takes_them(tmp_path, nano, tensors, provenance):
+    tier, path = dataclasses.replace(nano, token_aware=True), tmp_path / "x"
+    random = np.random.default_rng(0)
+    heads = {key: random.standard_normal(shape).astype(np.float16) for key, shape in tier.head_tensors().items()}
+    write_adapter(path, "prerouter", tier, heads, provenance())
+    adapter = read_adapter(path, "prerouter")
+    assert adapter.tier == tier
+    np.testing.assert_array_equal(adapter.tensors[HEAD_KEY], heads[HEAD_KEY])
+    assert "shape [128, 128], must be [128, 192]" in refusal(
+        write_adapter, path, "prerouter", tier, tensors("prerouter"), provenance()
+    )
+    assert "shape [128, 192], must be [128, 128]" in refusal(
+        write_adapter, path, "prerouter", nano, heads, provenance()
+    )
+    without_contract = tmp_path / "y"
+    write_atomic(without_contract, heads, {})
+    assert "must be [128, 128]" in refusal(read_adapter, without_contract, "prerouter", nano)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_from_before_token_aware_heads_is_read_as_without(kind, written, nano):
+    path = written(kind)
+    document = json.loads(read_header(path).metadata["edge0"])
+    assert document["tier"].pop("token_aware") is False
+    assert read_adapter(replaced(path, "edge0", json.dumps(document)), kind).tier == nano
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_plain_f16_safetensors_with_the_flat_keys(kind, written, nano):
     path = written(kind)
@@ -339,7 +366,7 @@ def test_a_damaged_contract_is_refused_even_with_a_fallback(document, written, n
     ("part", "field", "value"),
     [
         ("tier", "k", "four"), ("tier", "k", 33), ("tier", "owners", "x"), ("tier", "lora", None),
-        ("tier", "router", []), ("tier", "first_token", "guess"), ("tier", "extra", 1),
+        ("tier", "token_aware", 1), ("tier", "router", []), ("tier", "first_token", "guess"), ("tier", "extra", 1),
         ("tier", "architecture", {}), ("tier", "architecture", None), ("tier", "lora", {"r": 16, "alpha": "x", "targets": []}),
         ("tier", "lora", {"r": 16, "alpha": 32, "targets": None}), ("tier", "router", {"kind": "sigmoid_group", "n_group": 0}),
         ("provenance", "commit", None), ("provenance", "phases", {}), ("provenance", "phases", [{}]),
@@ -462,6 +489,8 @@ def test_adapters_of_two_tiers_are_refused_even_with_the_flag(pair, nano):
     prerouter, lora = pair
     other = dataclasses.replace(lora, tier=dataclasses.replace(nano, k=8))
     assert "k: 4 and 8" in refusal(check_binding, BASE, prerouter, other, allow_mismatch=True)
+    other = dataclasses.replace(lora, tier=dataclasses.replace(nano, token_aware=True))
+    assert "token_aware: False and True" in refusal(check_binding, BASE, prerouter, other, allow_mismatch=True)
 
 
 def test_a_lora_of_another_rank_may_serve_with_the_same_heads(pair, nano):
@@ -498,6 +527,8 @@ def test_a_tier_of_the_public_project_loads_there(pair, kind):
         ("lora", {"k": 8}, "k is 8; it has 4"),
         ("prerouter", {"feature_topk": "teacher"}, "feature_topk is teacher"),
         ("prerouter", {"owners": (1, 2)}, "owners is (1, 2)"),
+        ("prerouter", {"token_aware": True}, "token_aware is True"),
+        ("lora", {"token_aware": True}, "token_aware is True"),
         ("prerouter", {"name": "mine"}, "tier mine is not one of its own"),
     ],
 )

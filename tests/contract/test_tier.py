@@ -9,6 +9,7 @@ import re
 import pytest
 
 from edge0_runtime.contract import Edge0Error, Tier, builtin_tier, builtin_tier_names, family
+from edge0_runtime.inspection import describe_tier, tier_text
 
 
 def refused(data: dict, *reasons: str) -> None:
@@ -82,6 +83,9 @@ def test_a_run_of_layers_may_be_given_by_its_ends(data):
         ("router", {"kind": "hash"}, ("router.kind: 'hash' is unknown", "softmax_topk, sigmoid_group")),
         ("feature_topk", "both", ("feature_topk: 'both' is unknown", "executed, teacher")),
         ("first_token", "maybe", ("first_token: 'maybe' is unknown", "gate, predicted")),
+        ("token_aware", 1, ("tier.token_aware: 1 is neither true nor false",)),
+        ("token_aware", "yes", ("tier.token_aware: 'yes'",)),
+        ("token_aware", None, ("tier.token_aware: None",)),
         ("owners", [1, 2, 3, 4, 5, 6, 7], ("tier.owners: [7] of a model with 8 layers", "0..6")),
         ("owners", [-1, 1, 2, 3, 4, 5, 6], ("tier.owners: [-1]",)),
         ("owners", [1, 1, 2, 3, 4, 5, 6], ("rising and each once",)),
@@ -151,6 +155,30 @@ def test_head_tensors_have_one_head_per_owner(nano):
     assert tensors["layers.6.fc1.weight"] == (128, 128)
     assert tensors["layers.6.fc2.weight"] == (32, 128)
     assert tensors["layers.6.linear_init.weight"] == (32, 128)
+
+
+def test_a_token_aware_head_has_the_token_as_one_more_input(nano, data):
+    tier = Tier.from_dict(data | {"token_aware": True})
+    assert tier.token_aware and not nano.token_aware
+    assert tier.to_dict() == nano.to_dict() | {"token_aware": True}
+    assert Tier.from_dict(json.loads(json.dumps(tier.to_dict()))) == tier
+    assert tier.head_input == 2 * 64 + 2 * 32
+    shapes = tier.head_tensors()
+    assert shapes.keys() == nano.head_tensors().keys()
+    assert shapes["layers.6.fc1.weight"] == (128, 192)
+    assert shapes["layers.6.fc2.weight"] == (32, 128)
+    assert shapes["layers.6.linear_init.weight"] == (32, 192)
+    assert tier.lora_tensors() == nano.lora_tensors()
+
+
+def test_people_are_told_of_token_aware_heads(nano, data):
+    assert "token-aware" not in tier_text(describe_tier(nano))
+    assert "first token gate, token-aware\n" in tier_text(describe_tier(Tier.from_dict(data | {"token_aware": True})))
+
+
+def test_a_tier_from_before_token_aware_heads_has_none(nano, data):
+    del data["token_aware"]
+    assert Tier.from_dict(data) == nano
 
 
 def test_lora_tensors_are_pairs_on_exactly_the_targets(nano):

@@ -36,9 +36,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "int4"
 
 
-def variant(first_token: str, feature_topk: str) -> Tier:
-    lora = {"r": 4, "alpha": 8, "targets": TARGETS}
-    return tiny_tier(first_token=first_token, feature_topk=feature_topk, num_experts_per_tok=4, k=2, lora=lora)
+def variant(first_token: str, feature_topk: str, token_aware: bool = False) -> Tier:
+    return tiny_tier(
+        first_token=first_token, feature_topk=feature_topk, token_aware=token_aware, num_experts_per_tok=4, k=2,
+        lora={"r": 4, "alpha": 8, "targets": TARGETS},
+    )  # fmt: skip
 
 
 def student(directory: Path, tier: Tier) -> StudentPath:
@@ -70,10 +72,13 @@ def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
     ]
 
 
+@pytest.mark.parametrize("token_aware", [False, True])
 @pytest.mark.parametrize("feature_topk", ["executed", "teacher"])
 @pytest.mark.parametrize("first_token", ["gate", "predicted"])
-def test_parallel_equals_incremental_equals_served(base: Path, first_token: str, feature_topk: str) -> None:
-    tier = variant(first_token, feature_topk)
+def test_parallel_equals_incremental_equals_served(
+    base: Path, first_token: str, feature_topk: str, token_aware: bool
+) -> None:
+    tier = variant(first_token, feature_topk, token_aware)
     write_adapters(base, tier)
     path = student(base, tier)
     rng = np.random.default_rng(5)

@@ -21,6 +21,7 @@ from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_runtime.engine import Engine
+from edge0_runtime.inspection import inspect, inspection_text
 from edge0_runtime.prerouter import Prerouter
 
 NEW_TOKENS = 7
@@ -75,6 +76,9 @@ class ReferenceBlock(nn.Module):
         hot_TE = multi_hot(feature_TK, tier.num_experts)
         before_TE = np.concatenate([np.zeros((1, tier.num_experts)), hot_TE[:-1]]) * shared["valid_T"][:, None]
         x_TI = np.concatenate([h_TD, hot_TE, before_TE], axis=-1)
+        if tier.token_aware:  # the token of the next input; what follows the last one is never used
+            following_TD = np.concatenate([shared["token_TD"][1:], np.zeros((1, tier.hidden_size))])
+            x_TI = np.concatenate([x_TI, following_TD], axis=-1)
         return gelu(x_TI @ fc1.T) @ fc2.T + x_TI @ linear.T
 
 
@@ -91,6 +95,8 @@ def reference(
         decoded_T = np.arange(len(tokens)) >= len(prompt)
         shared["predicted_T"] = predicted_mask(tier.first_token, decoded_T)
         shared["valid_T"] = previous_valid_mask(tier.first_token, shared["predicted_T"])
+        embedding_TD = np.array(model.language_model.model.embed_tokens(mx.array(tokens)), dtype=np.float64)
+        shared["token_TD"] = embedding_TD / np.sqrt((embedding_TD**2).mean(-1, keepdims=True) + 1e-6)
         row = np.array(model(mx.array([tokens]))[0, -1])
         tokens.append(int(row.argmax()))
         experts.append(np.stack([shared["executed"][n][-1] for n in range(tier.num_layers)]))
@@ -122,6 +128,7 @@ def assert_same(got: tuple, expected: tuple) -> None:
         assert np.linalg.norm(row - wanted) < 1e-4 * np.linalg.norm(wanted)
 
 
+@pytest.mark.parametrize("token_aware", [False, True])
 @pytest.mark.parametrize(("first_token", "feature_topk"), RULES)
 def test_decode_with_caches_equals_the_parallel_definition(
     make_dir: Callable[..., Path],
@@ -129,8 +136,9 @@ def test_decode_with_caches_equals_the_parallel_definition(
     prompts: list[list[int]],
     first_token: str,
     feature_topk: str,
+    token_aware: bool,
 ) -> None:
-    directory = make_dir(first_token=first_token, feature_topk=feature_topk)
+    directory = make_dir(first_token=first_token, feature_topk=feature_topk, token_aware=token_aware)
     with Engine.load(directory, lora=False) as engine:
         for prompt in prompts[:3]:
             expected = reference(directory, plain_model(directory, 2), engine.model.tier, prompt)
@@ -174,6 +182,40 @@ def test_only_consumers_follow_the_heads(make_dir: Callable[..., Path], prompts:
                 pending = np.array(engine.model.pending()[0])
                 assert pending.shape == (2, 8) and np.isfinite(pending).all()
     assert chosen == [[False] * 4, [False] * 4, *[[False, True, True, False]] * 2]
+
+
+def test_inspect_names_token_aware_heads_and_that_upstream_lacks_them(make_dir: Callable[..., Path]) -> None:
+    for token_aware in (False, True):
+        data = inspect(make_dir(token_aware=token_aware))
+        assert data["prerouter"]["token_aware"] is token_aware and data["problems"] == []
+        assert f"  token_aware: {token_aware}\n" in inspection_text(data)
+        for kind in ("prerouter", "lora"):
+            assert any("token_aware" in problem for problem in data[kind]["upstream_problems"]) == token_aware
+
+
+@pytest.mark.parametrize("token_aware", [False, True])
+def test_heads_run_before_the_step_and_for_its_own_token(
+    make_dir: Callable[..., Path], prompts: list[list[int]], token_aware: bool
+) -> None:
+    """Predictions may be asked for early, several times, and for a token that is not decoded in the end."""
+    with Engine.load(make_dir(token_aware=token_aware), lora=False) as engine:
+        model = engine.model
+        expected = served(engine, [prompts[2]])
+        model.start()
+        logits = model.prefill(prompts[2], last=True)
+        for step, token in enumerate(expected[0][:4]):
+            guesses = []
+            for guess in (token, (token + 1) % 384, token):
+                model.predict(mx.array(guess))
+                guesses += [np.array(prediction) for prediction in model.pending()]
+            assert len(guesses) == (3 if step > 0 else 0)  # under "gate" the first decode step isn't predicted
+            if guesses:
+                assert np.array_equal(guesses[0], guesses[2])
+                assert np.array_equal(guesses[0], guesses[1]) == (not token_aware)
+            model.predict(mx.array((token + 1) % 384))
+            logits = model.decode(token)
+            assert np.array_equal(np.array(logits), expected[2][step + 1])
+            assert np.array_equal(model.executed(), expected[1][step + 1])
 
 
 def test_a_predicted_step_without_predictions_is_a_bug_and_not_a_guess(make_dir: Callable[..., Path]) -> None:

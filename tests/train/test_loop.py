@@ -28,7 +28,9 @@ from edge0_train.config import Config, Logger, Optim, config_directory, read_con
 from edge0_train.loop import Interrupted, Problem, learning_rate, train
 from edge0_train.run import Run, open_run
 
-OPTIM = Optim(steps=6, rows=8, micro_rows=3, lr=1e-2, weight_decay=0.01, warmup=2, schedule="cosine", clip=1.0)
+OPTIM = Optim(
+    steps=6, rows=8, micro_rows=3, lr=1e-2, weight_decay=0.01, warmup=2, schedule="cosine", clip=1.0, patience=0
+)
 ROWS = 8
 LENGTHS = [3, 1, 7, 2, 5, 1, 4, 6]
 """Valid tokens of the window's rows: unequal on purpose."""
@@ -411,8 +413,9 @@ def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 WORKER = Path(__file__)
-MICRO_ROWS = {"shared": 3, "one micro-batch": 8, "signal": 3}
-"""Three micro-batches over two ranks; a single one, of which the second rank gets none; a signal to one of the ranks."""
+MICRO_ROWS = {"shared": 3, "one micro-batch": 8, "signal": 3, "patience": 3}
+"""Three micro-batches over two ranks; a single one, of which the second rank gets none; a signal to one of the ranks; and
+evaluations that the ranks do not agree about."""
 TIMEOUT = 90
 
 
@@ -473,8 +476,13 @@ def worker(directory: Path) -> None:
         (directory / case).mkdir(exist_ok=True)
         signalled = case == "signal" and rank == 0
         toy = Toy(micro_rows, lambda n, at=signalled: os.kill(os.getpid(), signal.SIGTERM) if at and n == 3 else None)
+        problem, optim = toy.problem(), OPTIM
+        if case == "patience":
+            held_out = [3.0, 2.0, 2.5, 2.5, 1.0, 1.0] if rank == 0 else [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+            problem = toy.problem(evaluate=lambda step, h=held_out: {"held_out": h[step - 1]}, watch="held_out")
+            optim = replace(OPTIM, patience=2)
         try:
-            result: Any = train(run_in(directory / case), OPTIM, toy.problem())
+            result: Any = train(run_in(directory / case), optim, problem)
         except Interrupted as stop:
             result = {"stopped": str(stop)}
         text = json.dumps({"values": [v.tolist() for v in toy.values()], "result": result})
@@ -501,6 +509,16 @@ def test_ranks_share_one_run_directory(two_ranks):
     """Rank 0 alone decides whether the directory exists already; for the others it always does."""
     directory, _, errors = two_ranks
     assert [(directory / f"opened-{rank}.txt").read_text() for rank in range(2)] == ["yes", "yes"], errors
+
+
+def test_patience_ends_both_ranks_at_the_same_step(two_ranks):
+    """Rank 0's evaluations decide; rank 1 alone would have gone on. Both end with the values of step 2."""
+    directory, results, errors = two_ranks
+    assert len(results["patience"]) == 2, errors
+    assert results["patience"][0]["values"] == results["patience"][1]["values"]
+    for one in results["patience"]:
+        assert (one["result"]["steps"], one["result"]["best_step"]) == (4, 2), errors
+    assert [p.name for p in (directory / "patience/checkpoints").glob("best-*")] == ["best-00000002.safetensors"]
 
 
 def test_a_signal_to_one_rank_stops_both(two_ranks):

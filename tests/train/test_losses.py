@@ -11,15 +11,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router
 from edge0_train.losses import (
     HEAD_LOSSES,
+    MARGIN,
     chunked,
     cross_entropy,
+    forward_kl,
     head_bce,
     head_kl,
+    head_kl_margin,
     log_tail,
+    mass_on,
     reverse_kl,
+    reverse_kl_no_tail,
+    sampled_token,
+    token_logp,
     topk_with_tail,
 )
 
@@ -82,7 +90,7 @@ def test_reverse_kl_hand_numbers_with_a_tail_of_two():
     assert student.grad is not None and student.grad[0].tolist() == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("k", [1, 4, 31, 32, 100])
+@pytest.mark.parametrize("k", [1, 4, 31, 32])
 def test_reverse_kl_is_zero_with_zero_gradient_at_equality(k):
     logits = random(16, 32, scale=3).requires_grad_()
     loss = rkl(logits, logits.detach(), k)
@@ -123,10 +131,14 @@ def test_k_of_the_whole_vocabulary_is_the_exact_kl():
     student, teacher = random(9, 20, seed=5), random(9, 20, seed=6)
     p, logp, logq = student.double().softmax(-1), student.double().log_softmax(-1), teacher.double().log_softmax(-1)
     exact = float((p * (logp - logq)).sum())
-    for k in (20, 50):
-        ids, _, tail = topk_with_tail(teacher, k)
-        assert ids.shape == (9, 20) and bool(torch.isneginf(tail).all())
-        assert float(rkl(student, teacher, k)) == pytest.approx(exact, rel=1e-5)
+    ids, _, tail = topk_with_tail(teacher, 20)
+    assert ids.shape == (9, 20) and bool(torch.isneginf(tail).all())
+    assert float(rkl(student, teacher, 20)) == pytest.approx(exact, rel=1e-5)
+
+
+def test_more_tokens_than_the_vocabulary_is_an_error():
+    with pytest.raises(Edge0Error, match=r"on_policy.top_k: 21 is larger than the vocabulary of 20"):
+        topk_with_tail(random(9, 20), 21)
 
 
 def test_a_coarser_vocabulary_never_has_a_larger_divergence():
@@ -169,6 +181,91 @@ def test_bfloat16_logits_are_worked_on_in_float32():
     assert cross_entropy(student, torch.zeros(8, dtype=torch.long)).dtype == torch.float32
 
 
+# -- controls ----------------------------------------------------------------------------------------------------------
+
+
+def slope(loss: Any, p: list[float], *targets: Any) -> tuple[float, list[float]]:
+    """Value of a loss at one token with student probabilities p, and its gradient with respect to the logits."""
+    student = torch.tensor([p]).log().requires_grad_()
+    value = loss(student, *targets)
+    value.backward()
+    assert student.grad is not None
+    return float(value.detach()), student.grad[0].tolist()
+
+
+def test_forward_kl_hand_numbers():
+    """p = (.6, .4), q = (.9, .1), k = 1: .9 ln(.9/.6) + .1 ln(.1/.4); two buckets of one token: d/dlogit = p - q."""
+    value, gradient = slope(forward_kl, [0.6, 0.4], *topk_with_tail(torch.tensor([[0.9, 0.1]]).log(), 1))
+    assert value == pytest.approx(0.9 * math.log(1.5) + 0.1 * math.log(0.25), rel=1e-5)
+    assert value == pytest.approx(0.22628916, rel=1e-5)
+    assert gradient == pytest.approx([-0.3, 0.3], rel=1e-5)
+
+
+def test_forward_kl_hand_numbers_with_a_tail_of_two():
+    """p = (.5, .3, .2), q = (.7, .1, .2), k = 1: the tail's .3 is wanted in p's own proportions: d/dlogit = p_v - .3 p_v / .5."""
+    value, gradient = slope(forward_kl, [0.5, 0.3, 0.2], *topk_with_tail(torch.tensor([[0.7, 0.1, 0.2]]).log(), 1))
+    assert value == pytest.approx(0.7 * math.log(0.7 / 0.5) + 0.3 * math.log(0.3 / 0.5), rel=1e-5)
+    assert gradient == pytest.approx([0.5 - 0.7, 0.3 - 0.18, 0.2 - 0.12], rel=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 5, 24])
+def test_forward_kl_is_a_divergence(k):
+    """Never negative, zero without gradient at equality; exact with the whole vocabulary."""
+    student, teacher = random(40, 24, seed=21, scale=3), random(40, 24, seed=22, scale=3)
+    for row in range(40):
+        assert float(forward_kl(student[row : row + 1], *topk_with_tail(teacher[row : row + 1], k))) >= -1e-6
+    same = teacher.clone().requires_grad_()
+    value = forward_kl(same, *topk_with_tail(teacher, k))
+    value.backward()
+    assert abs(float(value.detach())) < 1e-5
+    assert same.grad is not None and float(same.grad.abs().max()) < 1e-6
+    if k == 24:
+        logp, logq = student.double().log_softmax(-1), teacher.double().log_softmax(-1)
+        exact = float((logq.exp() * (logq - logp)).sum())
+        assert float(forward_kl(student, *topk_with_tail(teacher, k))) == pytest.approx(exact, rel=1e-5)
+
+
+def test_no_tail_hand_numbers_and_bias():
+    """p = (.6, .4), q = (.9, .1), k = 1: .6 ln(.6/.9), below 0; d/dlogit_0 = p_0 (1 - p_0) (ln(p_0/q_0) + 1).
+
+    At p = q the gradient is not zero, and points out of S: the loss is no divergence.
+    """
+    value, gradient = slope(reverse_kl_no_tail, [0.6, 0.4], *topk_with_tail(torch.tensor([[0.9, 0.1]]).log(), 1))
+    assert value == pytest.approx(0.6 * math.log(0.6 / 0.9), rel=1e-5) and value < 0
+    want = 0.6 * 0.4 * (math.log(0.6 / 0.9) + 1)
+    assert gradient == pytest.approx([want, -want], rel=1e-5)
+    value, gradient = slope(reverse_kl_no_tail, [0.9, 0.1], *topk_with_tail(torch.tensor([[0.9, 0.1]]).log(), 1))
+    assert value == pytest.approx(0, abs=1e-6) and gradient == pytest.approx([0.09, -0.09], rel=1e-4)
+    student, teacher = random(9, 20, seed=5), random(9, 20, seed=6)
+    whole = topk_with_tail(teacher, 20)
+    assert float(reverse_kl_no_tail(student, *whole)) == pytest.approx(float(reverse_kl(student, *whole)), rel=1e-5)
+
+
+def test_sampled_token_hand_numbers():
+    """p = (.6, .4), q = (.9, .1), y = 1: r = ln(.4/.1) is the value; d/dlogit = r (onehot(y) - p)."""
+    value, gradient = slope(sampled_token, [0.6, 0.4], torch.tensor([1]), torch.tensor([math.log(0.1)]))
+    assert value == pytest.approx(math.log(4), rel=1e-5)
+    assert gradient == pytest.approx([-0.6 * math.log(4), 0.6 * math.log(4)], rel=1e-5)
+
+
+def test_sampled_token_averages_to_the_exact_reverse_kl_and_its_gradient():
+    """Weighted with p over all tokens y, value and gradient are those of KL(p || q)."""
+    p, teacher = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.2, 0.1, 0.6, 0.1]).log()
+    value, gradient = 0.0, torch.zeros(4)
+    for y, weight in enumerate(p.tolist()):
+        one, slopes = slope(sampled_token, p.tolist(), torch.tensor([y]), teacher[y : y + 1])
+        value, gradient = value + weight * one, gradient + weight * torch.tensor(slopes)
+    exact, exact_slopes = slope(reverse_kl, p.tolist(), *topk_with_tail(teacher[None], 4))
+    assert value == pytest.approx(exact, rel=1e-5)
+    assert gradient.tolist() == pytest.approx(exact_slopes, rel=1e-4, abs=1e-6)
+
+
+def test_mass_and_token_log_probability():
+    logits = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]).log() + 7  # unnormalised
+    assert float(mass_on(logits, torch.tensor([[0, 2], [1, 2]]))) == pytest.approx(0.7 + 0.9, rel=1e-5)
+    assert token_logp(logits, torch.tensor([1, 1])).tolist() == pytest.approx([math.log(0.3), math.log(0.8)], rel=1e-5)
+
+
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 N, H, V = 70, 8, 500
@@ -188,14 +285,28 @@ def dense_and_chunked(
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 69, 1024])
-@pytest.mark.parametrize("kind", ["cross_entropy", "reverse_kl"])
-def test_chunked_equals_dense_in_value_and_gradient(kind, chunk):
+DENSE_LOSSES = {
+    "cross_entropy": cross_entropy,
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "reverse_kl_no_tail": reverse_kl_no_tail,
+    "sampled_token": sampled_token,
+}
+
+
+def targets_of(kind: str) -> tuple[torch.Tensor, ...]:
+    """What the loss compares with, for N tokens."""
+    tokens = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(13))
+    teacher = random(N, V, seed=14, scale=2)
     if kind == "cross_entropy":
-        loss, targets = cross_entropy, (torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(13)),)
-    else:
-        loss, targets = reverse_kl, topk_with_tail(random(N, V, seed=14, scale=2), 16)  # type: ignore[assignment]
-    dense, parts = dense_and_chunked(loss, targets, chunk)
+        return (tokens,)
+    return (tokens, token_logp(teacher, tokens)) if kind == "sampled_token" else topk_with_tail(teacher, 16)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 69, 1024])
+@pytest.mark.parametrize("kind", [*DENSE_LOSSES])
+def test_chunked_equals_dense_in_value_and_gradient(kind, chunk):
+    dense, parts = dense_and_chunked(DENSE_LOSSES[kind], targets_of(kind), chunk)
     for a, b in zip(parts, dense, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -213,11 +324,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", ["cross_entropy", "reverse_kl"])
+@pytest.mark.parametrize("kind", [*DENSE_LOSSES])
 def test_chunked_never_holds_tokens_times_vocabulary(kind):
     """Neither in forward nor in backward; the dense form does, so the probe works."""
-    targets = (torch.arange(N),) if kind == "cross_entropy" else topk_with_tail(random(N, V, seed=14), 16)
-    loss = cross_entropy if kind == "cross_entropy" else reverse_kl
+    loss, targets = DENSE_LOSSES[kind], targets_of(kind)
     weight = random(V, H, seed=12)
     for chunk, limit in ((10, 10 * V), (None, N * V)):
         hidden = random(N, H, seed=11).requires_grad_()
@@ -228,11 +338,10 @@ def test_chunked_never_holds_tokens_times_vocabulary(kind):
         assert largest.elements == limit
 
 
-@pytest.mark.parametrize("kind", ["cross_entropy", "reverse_kl"])
+@pytest.mark.parametrize("kind", [*DENSE_LOSSES])
 def test_chunked_saves_no_logits_for_backward(kind):
     """What forward keeps alive does not grow with the vocabulary."""
-    targets = (torch.arange(N),) if kind == "cross_entropy" else topk_with_tail(random(N, V, seed=14), 16)
-    loss = cross_entropy if kind == "cross_entropy" else reverse_kl
+    loss, targets = DENSE_LOSSES[kind], targets_of(kind)
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,6 +436,48 @@ def test_head_bce_of_a_sigmoid_router_targets_the_set_that_it_routes_to():
     good = torch.full((1, 16), -30.0)
     good[0, [4, 5, 8, 9]] = 30.0
     assert float(head_bce(SIGMOID, good, target, 4)) == pytest.approx(0.0, abs=1e-5)
+
+
+def margin_part(router: Router, head: torch.Tensor, target: torch.Tensor, k: int, bias: Any = None) -> float:
+    """The hinge alone."""
+    return float(head_kl_margin(router, head, target, k, bias) - head_kl(router, head, target, k, bias))
+
+
+def test_head_kl_margin_hand_numbers():
+    """True order 2, 0, 1, K = 1: expert 2 must lead expert 0 by MARGIN = 1; head logits (.5, 0, 1) lead by .5.
+
+    hinge = 1 - .5; its gradient is -1 at expert 2 and +1 at expert 0, beside KL's softmax(head) - softmax(target).
+    """
+    assert MARGIN == 1.0
+    target = torch.tensor([[2.0, 1.0, 3.0]])
+    head = torch.tensor([[0.5, 0.0, 1.0]]).requires_grad_()
+    loss = head_kl_margin(SOFTMAX, head, target, 1)
+    loss.backward()
+    q, p = head.detach().softmax(-1), target.softmax(-1)
+    assert float(loss.detach()) == pytest.approx(float((p * (p / q).log()).sum()) + 0.5, rel=1e-5)
+    assert head.grad is not None
+    torch.testing.assert_close(head.grad, q - p + torch.tensor([[1.0, 0.0, -1.0]]), atol=1e-6, rtol=0)
+
+
+def test_head_kl_margin_is_silent_beyond_the_margin_and_without_a_boundary():
+    target = torch.tensor([[2.0, 1.0, 3.0]])
+    assert margin_part(SOFTMAX, torch.tensor([[0.0, 5.0, 1.0]]), target, 1) == 0  # expert 1 isn't at K = 1's boundary
+    assert margin_part(SOFTMAX, torch.tensor([[0.0, 5.0, 1.0]]), target, 2) == pytest.approx(1 + 5)
+    assert margin_part(SOFTMAX, torch.tensor([[0.0, 5.0, 1.0]]), target, 3) == 0
+
+
+def test_head_kl_margin_of_a_sigmoid_router_takes_groups_and_bias_from_it():
+    """Experts 4, 5, 8, 9 are routed to (see the BCE test); without expert 9 in K, it is the first one outside."""
+    target = torch.full((1, 16), -8.0)
+    target[0, 0] = 3.0
+    target[0, 4:6] = torch.tensor([2.0, 1.9])
+    target[0, 8:10] = torch.tensor([1.5, 1.4])
+    head = torch.zeros(1, 16)
+    head[0, 8], head[0, 9] = 0.25, 0.5
+    assert margin_part(SIGMOID, head, target, 3) == pytest.approx(1 + 0.25, rel=1e-4)
+    bias = torch.zeros(16)
+    bias[9] = 0.05  # now the layer's own order is 4, 5, 9, 8
+    assert margin_part(SIGMOID, head, target, 3, bias) == pytest.approx(1 - 0.25, rel=1e-4)
 
 
 def test_every_head_loss_has_the_same_signature():

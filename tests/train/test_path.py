@@ -54,7 +54,12 @@ VARIANTS = {
     "teacher-predicted": dataclasses.replace(TIER, feature_topk="teacher", first_token="predicted"),
     "8b": dataclasses.replace(TIER, feature_topk="teacher", first_token="predicted", router=SIGMOID, k=3),
     "sigmoid-executed-gate": dataclasses.replace(TIER, router=SIGMOID),
+    "token-aware-gate": dataclasses.replace(TIER, token_aware=True),
+    "token-aware-predicted": dataclasses.replace(
+        TIER, feature_topk="teacher", first_token="predicted", router=SIGMOID, k=3, token_aware=True
+    ),
 }
+TOKEN_AWARE = ("token-aware-gate", "token-aware-predicted")
 ROWS = [(1, 7), (2, 6), (5, 5), (6, 1)]  # (prompt, completion) lengths
 
 
@@ -76,7 +81,7 @@ class Reference:
 
     def run(self, ids: Sequence[int], decoded: Sequence[bool]) -> tuple[torch.Tensor, list[dict[int, set[int]]]]:
         """Final hidden states [T, H], and the executed sets {layer: experts} of every position."""
-        layers = range(self.tier.num_layers)
+        layers, self.ids = range(self.tier.num_layers), list(ids)
         self.predicted, self.has_previous = timeline(self.tier.first_token, decoded)
         self.chosen: dict[int, list[list[int]]] = {n: [] for n in layers}
         self.weights: dict[int, list[torch.Tensor]] = {n: [] for n in layers}
@@ -107,10 +112,19 @@ class Reference:
                     now[expert] = 1.0
                 self.hot[layer].append(now)
                 before = self.hot[layer][t - 1] if self.has_previous[t] else torch.zeros(tier.num_experts)
-                self.head_logits[layer].append(self._head(layer, torch.cat([hidden[t], now, before])))
+                x = torch.cat([hidden[t], now, before, self._next_token(t)])
+                self.head_logits[layer].append(self._head(layer, x))
             return own_logits, torch.stack(self.weights[layer]), torch.tensor(self.chosen[layer])
 
         return route
+
+    def _next_token(self, t: int) -> torch.Tensor:
+        """What a token-aware head sees of input t + 1; what follows the last input is never used."""
+        if not self.tier.token_aware:
+            return torch.zeros(0)
+        following = self.ids[t + 1] if t + 1 < len(self.ids) else 0
+        embedding = self.model.model.embed_tokens.weight[following]
+        return embedding / torch.sqrt((embedding**2).sum() / len(embedding) + 1e-6)
 
     def _head(self, owner: int, x: torch.Tensor) -> torch.Tensor:
         fc1, fc2, linear = (self.heads[f"layers.{owner}.{part}.weight"] for part in ("fc1", "fc2", "linear_init"))
@@ -262,7 +276,7 @@ def test_parallel_pass_equals_decoding_token_by_token(adapted, name):
     assert total > 20 and differing > total / 3, "the heads agree with the gates: the test would prove nothing"
 
 
-@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b"])
+@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", *TOKEN_AWARE])
 def test_several_replies_in_one_row(adapted, name):
     """Each run of decoded inputs is a reply of its own; also one that starts at input 0 and a prompt of one token between two."""
     path, reference = make(adapted, VARIANTS[name])
@@ -288,9 +302,9 @@ def test_lora_adds_alpha_over_r_times_b_a(base, adapted):
         close(lora(x), x @ plain.weight.T + 2.0 * (x @ a.T) @ b.T)
 
 
-@pytest.mark.parametrize("name", ["35b", "8b"])
+@pytest.mark.parametrize("name", ["35b", "8b", *TOKEN_AWARE])
 def test_features_of_a_native_pass_are_what_decoding_would_capture(adapted, name):
-    """Phase 1: own gates throughout, with the decode timeline's previous one-hots."""
+    """Phase 1: own gates throughout, with the decode timeline's previous one-hots; at t stands what predicts input t."""
     tier = VARIANTS[name]
     path, _ = make(adapted, tier)
     batch = collate(text_rows(), pad_id=0)
@@ -301,14 +315,47 @@ def test_features_of_a_native_pass_are_what_decoding_would_capture(adapted, name
         _, has_previous = timeline(tier.first_token, decoded)
         for owner in tier.owners:
             bias = getattr(path.router(owner), "e_score_correction_bias", None)
-            for t in range(len(decoded)):
+            assert not routing.features[owner][row, 0, :48].any()
+            for t in range(len(decoded) - 1):
                 own = choose(tier.router, routing.router_logits[owner][row, t], tier.k, bias)
                 assert set(own) == set(routing.executed[owner][row, t].tolist())
-                features = routing.features[owner][row, t]
+                features = routing.features[owner][row, t + 1]
                 close(features[:32] @ path.router(owner).weight.T, routing.router_logits[owner][row, t])
                 assert set(features[32:40].nonzero()[:, 0].tolist()) == set(own)
                 before = set(routing.executed[owner][row, t - 1].tolist()) if has_previous[t] else set()
-                assert set(features[40:].nonzero()[:, 0].tolist()) == before
+                assert set(features[40:48].nonzero()[:, 0].tolist()) == before
+                assert len(features) == (80 if tier.token_aware else 48)
+                if tier.token_aware:
+                    embedding = path.model.model.embed_tokens.weight[batch.input_ids_BT[row, t + 1]]
+                    close(features[48:], embedding / (embedding.square().mean() + 1e-6).sqrt())
+
+
+@pytest.mark.parametrize("name", ["35b", "token-aware-gate"])
+def test_only_a_token_aware_head_sees_the_token_that_is_being_routed(adapted, name):
+    """Two texts that differ in the last input alone."""
+    path, _ = make(adapted, VARIANTS[name])
+    ids = list(text_rows([(8, 1)])[0].prompt_ids)
+    with torch.no_grad():
+        predictions = []
+        for last in (5, 6):
+            routing = path.predicted(torch.arange(8)[None] >= 3)
+            path.hidden(torch.tensor([[*ids[:-1], last]]), routing, use_cache=False)
+            predictions.append(torch.stack([routing.predictions[n][0] for n in TIER.owners]))
+    close(predictions[0][:, :-1], predictions[1][:, :-1])
+    same = [torch.allclose(a, b, atol=1e-4) for a, b in zip(predictions[0][:, -1], predictions[1][:, -1], strict=True)]
+    assert same == [name == "35b"] * len(TIER.owners)
+
+
+@pytest.mark.parametrize("name", ["35b", "token-aware-gate"])
+def test_warm_started_heads_apply_the_next_router_and_nothing_else(base, name):
+    tier = VARIANTS[name]
+    path = StudentPath(copy.deepcopy(base), tier)
+    heads = PrerouterHeads(tier)
+    heads.warm_start(lambda layer: path.router(layer).weight)
+    x = torch.randn(5, tier.head_input, generator=torch.Generator().manual_seed(8))
+    for owner in tier.owners:
+        close(heads(owner, x), x[:, :32] @ path.router(owner + 1).weight.T)
+    assert {key: value.shape for key, value in heads.tensors().items()} == tier.head_tensors()
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -317,7 +364,7 @@ PACKED = [(1, 7), (2, 2), (1, 1), (5, 5), (2, 1), (3, 6), (1, 2)]
 """Rows shorter than the short convolution's kernel among them."""
 
 
-@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b"])
+@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", *TOKEN_AWARE])
 def test_packed_rows_equal_decoding_each_alone(adapted, name):
     """Nothing crosses a document's boundary: attention, delta rule, short convolution, prerouter shift, one-hots."""
     path, reference = make(adapted, VARIANTS[name])
@@ -366,7 +413,7 @@ def places(batch: Batch) -> list[tuple[int, int]]:
 # -- (b) parallel equals incremental -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["35b", "teacher-predicted", "8b", "sigmoid-executed-gate"])
+@pytest.mark.parametrize("name", ["35b", "teacher-predicted", "8b", "sigmoid-executed-gate", *TOKEN_AWARE])
 def test_generate_equals_the_parallel_pass(adapted, name):
     """Ragged prompts, left padding, cache: the same ids, executed sets and logits at every step."""
     tier = VARIANTS[name]
@@ -452,7 +499,7 @@ def test_sampling_follows_the_models_distribution(adapted):
 # -- (c) rows do not see each other ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["35b", "8b"])
+@pytest.mark.parametrize("name", ["35b", "8b", *TOKEN_AWARE])
 def test_a_row_of_a_batch_equals_the_row_alone(adapted, name):
     path, _ = make(adapted, VARIANTS[name])
     rows = text_rows()
@@ -613,7 +660,7 @@ def experts_calls(path: StudentPath) -> Iterator[dict[int, list[torch.Tensor]]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("name", ["35b", "8b"])
+@pytest.mark.parametrize("name", ["35b", "8b", *TOKEN_AWARE])
 def test_gradient_checkpointing_gives_the_same_gradients_and_experts(adapted, name):
     path, _ = make(adapted, VARIANTS[name])
     row = text_rows([(3, 7)])[0]

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +153,42 @@ def test_forgetting_without_metrics_is_fine(config):
     run = open_run(config)
     run.forget_after(5)
     assert not (run.directory / "metrics.jsonl").exists()
+
+
+# -- samples and inputs ------------------------------------------------------------------------------------------------
+
+SAMPLES = [
+    {"prompt": "1+1?", "completion": "2 \u2028 #2", "answer": "2"},
+    {"prompt": "né", "completion": "", "answer": ""},
+]
+
+
+def test_samples_are_a_file_and_a_table(config, monkeypatch):
+    run = open_run(config)
+    run.write_samples(SAMPLES)
+    lines = (run.directory / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    assert [json.loads(line) for line in lines] == SAMPLES
+    logged: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda columns, data: (columns, data)))
+    run.wandb = SimpleNamespace(log=logged.append)
+    run.write_samples(SAMPLES)
+    run.write_samples([])
+    assert logged == [{"samples": (["prompt", "completion", "answer"], [list(s.values()) for s in SAMPLES])}]
+
+
+def test_limits_on_generated_rows_may_change_on_resume(config):
+    """A run that a gate has stopped must be able to go on with another limit; what it generates may not change."""
+    open_run(config)
+    open_run(resumed(config, sample=dataclasses.replace(config.sample, max_truncated=1.0, max_growth=9.0)))
+    with pytest.raises(Edge0Error, match=r"resume: .*sample\.temperature"):
+        open_run(resumed(config, sample=dataclasses.replace(config.sample, temperature=0.5)))
+
+
+def test_a_run_in_which_nothing_happened_leaves_its_name_free(config):
+    run = open_run(config)
+    run.record_inputs({"base": None, "teacher": {"name": "t"}})
+    run.discard_if_unused()
+    assert not run.directory.exists()
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""A nano training that needs no training: int4 base, task rows as teacher text, warm-started heads; phases run in-process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from edge0_runtime.contract.provenance import DataSource
+from edge0_train.adapters import base_info, write_output
+from edge0_train.base.load import load_base
+from edge0_train.base.quantize_model import quantize_checkpoint
+from edge0_train.config import Config, config_directory, read_config
+from edge0_train.data import tasks
+from edge0_train.data.chat import Chat
+from edge0_train.data.prompts import Prompt
+from edge0_train.data.rows import TextRow, write_data
+from edge0_train.student import PrerouterHeads, StudentPath
+from tests.tiny_models import TEACHER
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture(scope="session")
+def make_config(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Configuration of a nano phase below a root that holds base, teacher text and heads; overrides as on the command line."""
+    root = tmp_path_factory.mktemp("nano")
+
+    def make(phase: str, *overrides: str) -> Config:
+        with initialize_config_dir(str(config_directory()), version_base=None):
+            return read_config(
+                compose("train", [f"phase={phase}", f"root={root}", "logger.wandb=disabled", *overrides])
+            )
+
+    config = make("head_distill")
+    quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)
+    (root / "teacher_text").mkdir()
+    write_data(root / "teacher_text", task_rows("train", 48), task_rows("eval", 12), {})
+    (root / "head_distill").mkdir()
+    heads = PrerouterHeads(config.tier)
+    path = StudentPath(load_base(config.base.directory, config.tier)[0], config.tier)
+    heads.warm_start(lambda layer: path.router(layer).weight)
+    for head in heads.layers.values():
+        torch.nn.init.normal_(head.fc2.weight, std=1e-3)  # an all-zero tensor is not written
+    result = {"steps": 1, "tokens": 1}
+    write_output(config, "prerouter", heads.tensors(), base_info(config), result, DataSource("0" * 64, 1), {})
+    return make
+
+
+def task_rows(split: str, count: int) -> list[TextRow]:
+    """Rows of the nano tasks with their own solutions as completions."""
+    chat = Chat(TEACHER)
+    rows = []
+    for problem in tasks.problems(split, 0, count):
+        ids = chat.prompt_ids(Prompt(tuple(tasks.messages(problem)), problem.task, problem.answer))
+        done = tuple(chat.tokenizer.encode(problem.completion, add_special_tokens=False)) + chat.end_ids[:1]
+        rows.append(TextRow(ids, done, "stop", problem.task, problem.answer))
+    return rows

@@ -1,0 +1,143 @@
+"""Phase 3's parts: the teacher's scores, every loss on the student path, what is said of a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import save_file
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import builtin_tier
+from edge0_train.base import load_teacher
+from edge0_train.config import ON_POLICY_LOSSES, Config, asset, config_directory, read_config
+from edge0_train.data.rows import IGNORE, TextRow, collate
+from edge0_train.losses import forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
+from edge0_train.phases.evaluate import repetition, warm_heads
+from edge0_train.phases.on_policy import LOSSES, Scored, ScoredBatch
+from edge0_train.student import StudentPath
+
+# The package's attribute of that name is the phase's function.
+on_policy: ModuleType = importlib.import_module("edge0_train.phases.on_policy")
+TOP_K = 8
+ROWS = [TextRow((1, 267, 30, 40), (50, 60, 70, 2), "stop"), TextRow((1, 5), (9, 9), "length")]
+
+
+def config(*overrides: str) -> Config:
+    with initialize_config_dir(str(config_directory()), version_base=None):
+        return read_config(compose("train", ["phase=on_policy", "tier=nano", *overrides]))
+
+
+@pytest.fixture(scope="module")
+def path() -> StudentPath:
+    """The embedded teacher with untrained heads: teacher and student at once."""
+    tier = builtin_tier("nano")
+    made = StudentPath(load_teacher(asset("nano-teacher"), dtype=torch.float32), tier)
+    made.heads = warm_heads(made).requires_grad_(False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def scored(path: StudentPath) -> ScoredBatch:
+    batch = collate(ROWS, pad_id=0)
+    tensors = on_policy._teacher_scores(path, batch, TOP_K)
+    assert tensors.pop("lengths").tolist() == [4, 2]
+    return ScoredBatch(batch, Scored(**tensors))
+
+
+def dense_logits(path: StudentPath, micro: ScoredBatch, native: bool) -> torch.Tensor:
+    """Logits [N, V] at the completions' labels, for all tokens at once."""
+    batch = micro.batch
+    routing = path.native(path.tier.base_k) if native else path.predicted(batch.decoded_BT)
+    with torch.no_grad():
+        hidden = path.hidden(batch.input_ids_BT, routing, use_cache=False).last_hidden_state
+        return path.model.lm_head(hidden[batch.labels_BT != IGNORE]).float()
+
+
+def test_scores_are_the_teachers_view_of_every_completion_token(path, scored):
+    logp_NV = dense_logits(path, scored, native=True).log_softmax(-1)
+    found = scored.scored
+    assert found.sampled_C.tolist() == [50, 60, 70, 2, 9, 9]
+    torch.testing.assert_close(found.sampled_logp_C, logp_NV.gather(-1, found.sampled_C[:, None])[:, 0])
+    values, ids = logp_NV.topk(TOP_K, -1)
+    assert torch.equal(found.ids_CS, ids)
+    torch.testing.assert_close(found.logp_CS, values)
+    total = found.logp_CS.exp().sum(-1) + found.log_tail_C.exp()
+    torch.testing.assert_close(total, torch.ones(6), atol=1e-5, rtol=0)
+
+
+def test_every_loss_of_the_configuration_is_there():
+    assert tuple(LOSSES) == ON_POLICY_LOSSES
+    fields = {f.name for f in dataclasses.fields(Scored)}
+    assert all(set(names) <= fields for _, names in LOSSES.values())
+
+
+@pytest.mark.parametrize("kind", ON_POLICY_LOSSES)
+def test_loss_and_masses_equal_the_dense_form(path, scored, kind):
+    value, said = on_policy._loss(path, kind, scored)
+    logits, teacher = dense_logits(path, scored, native=False), scored.scored
+    buckets = (teacher.ids_CS, teacher.logp_CS, teacher.log_tail_C)
+    want = {
+        "reverse_kl": reverse_kl(logits, *buckets),
+        "forward_kl": forward_kl(logits, *buckets),
+        "reverse_kl_no_tail": reverse_kl_no_tail(logits, *buckets),
+        "sampled_token": sampled_token(logits, teacher.sampled_C, teacher.sampled_logp_C),
+    }[kind]
+    assert float(value) == pytest.approx(float(want), rel=1e-4)
+    mass = float(logits.softmax(-1).gather(-1, teacher.ids_CS).sum())
+    assert said == {
+        "teacher_mass": pytest.approx(float(teacher.logp_CS.exp().sum())),
+        "student_mass": pytest.approx(mass),
+    }
+    assert 0 < said["student_mass"] <= scored.valid and 0 < said["teacher_mass"] <= scored.valid
+
+
+@pytest.mark.parametrize("kind", ON_POLICY_LOSSES)
+def test_every_loss_sends_a_gradient_through_the_path(path, scored, kind):
+    weight = path.model.model.layers[0].linear_attn.out_proj.weight.requires_grad_()
+    try:
+        on_policy._loss(path, kind, scored)[0].backward()
+        assert weight.grad is not None and bool(weight.grad.abs().sum() > 0)
+    finally:
+        weight.grad = None
+        weight.requires_grad_(False)
+
+
+def test_scores_of_an_older_version_are_an_error_that_names_them(tmp_path: Path):
+    """A resumed run must not train with scores that lack what its loss needs."""
+    run: Any = SimpleNamespace(directory=tmp_path)
+    (tmp_path / "round-000").mkdir()
+    old = {"ids_CS": torch.zeros(6, 8), "logp_CS": torch.zeros(6, 8), "log_tail_C": torch.zeros(6)}
+    save_file(old | {"lengths": torch.tensor([4, 2])}, str(tmp_path / "round-000" / "scores-00000000.safetensors"))
+    teacher: Any = None
+    with pytest.raises(Edge0Error, match="lacks sampled_C, sampled_logp_C"):
+        on_policy._score(config(), run, teacher, 0, ROWS, 0)
+
+
+def test_configuration_is_checked():
+    assert config().on_policy.loss == "reverse_kl"
+    with pytest.raises(Edge0Error, match=r"on_policy.loss: 'kl' is unknown; choose one of reverse_kl, forward_kl"):
+        config("on_policy.loss=kl")
+    with pytest.raises(Edge0Error, match=r"on_policy.top_k: 385 is larger than the vocabulary of 384"):
+        config("on_policy.top_k=385")
+    assert config("on_policy.top_k=384").on_policy.top_k == 384
+
+
+def test_sampled_token_wants_the_students_own_samples(tmp_path: Path):
+    own = ("on_policy.loss=sampled_token", "inputs.prerouter=a", "inputs.lora=b", f"run_dir={tmp_path}")
+    run: Any = None
+    with pytest.raises(Edge0Error, match=r"temperature 0.7 and top_p 1.0; on_policy.loss=sampled_token"):
+        on_policy.on_policy(config(*own, "sample.temperature=0.7"), run)
+
+
+def test_repetition_counts_4_grams_written_before():
+    assert repetition([1, 2, 3, 4, 5]) == 0
+    assert repetition([1, 2, 3]) == 0
+    assert repetition([1] * 7) == pytest.approx(3 / 4)
+    assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)

@@ -1,0 +1,119 @@
+"""Phase 2 in-process: what lies in the run directory afterwards, and what stops it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edge0_runtime.contract.artifacts import read_adapter
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.adapters import base_info, input_path
+from edge0_train.build import build_student, input_identity
+from edge0_train.config import Config
+from edge0_train.data.rows import collate, read_data
+from edge0_train.phases.student_sft import mean_loss, student_sft
+from edge0_train.run import open_run
+from tests.train.conftest import Make
+
+SMALL = (
+    "optim.rows=6", "optim.micro_rows=6", "optim.warmup=0", "logger.every=1", "logger.checkpoint_every=100",
+    "sample.max_new_tokens=6", "heads.joint_lr=0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def sft_config(make_config: Make, tmp_path: Path):
+    return lambda *overrides: make_config("student_sft", f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
+
+
+def do(config: Config) -> dict:
+    run = open_run(config)
+    run.record_inputs(input_identity(config))
+    return run.finish(student_sft(config, run))
+
+
+def test_early_stop_exports_the_best_values(sft_config, capsys):
+    """With a rate that is far too high the loss gets worse soon; the exported file gives the best evaluation again."""
+    config = sft_config("optim.steps=9", "optim.lr=0.1", "optim.patience=2", "optim.schedule=constant")
+    summary = do(config)
+    assert summary["steps"] < 9 and summary["best_step"] == summary["steps"] - 2
+    assert f"kept: the values of step {summary['best_step']} of {summary['steps']}" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    best = min(row["held_out_loss"] for row in rows)
+    assert summary["held_out_loss"] == best == rows[summary["best_step"] - 1]["held_out_loss"]
+    exported = build_student(config, prerouter=input_path(config, "prerouter"), lora=config.run_dir)
+    data, _ = read_data(config.text.rows, config.text.max_length)
+    found = mean_loss(exported.path, [collate(data.held_out, 0)])
+    assert found == pytest.approx(best, rel=2e-3)  # the file is float16
+    assert abs(found - rows[-1]["held_out_loss"]) > 5 * abs(found - best)
+    lora = read_adapter(Path(config.run_dir) / "lora_edge0_nano.safetensors", "lora")
+    assert lora.provenance and lora.provenance.phases[-1].steps == summary["steps"]
+
+
+def test_the_run_directory_says_what_went_in_and_what_came_out(sft_config):
+    config = sft_config("optim.steps=1")
+    do(config)
+    directory = Path(config.run_dir)
+    inputs = json.loads((directory / "inputs.json").read_text())
+    info = base_info(config)
+    assert inputs["base"] == {
+        "fingerprint": info.fingerprint, "tokenizer_sha256": info.tokenizer_hash, "template_sha256": info.template_hash,
+    }  # fmt: skip
+    assert inputs["teacher"]["name"] == "nano-teacher" and len(inputs["teacher"]["fingerprint"]) == 64
+    assert inputs["teacher"]["tokenizer_sha256"] == info.tokenizer_hash
+    samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    data, _ = read_data(config.text.rows, config.text.max_length)
+    assert len(samples) == 8 and [s["answer"] for s in samples] == [row.answer for row in data.held_out[:8]]
+    assert all(s["completion"] and s["prompt"].startswith("<|im_start|>user") for s in samples)
+
+
+@pytest.mark.parametrize("part", ["base", "teacher"])
+def test_a_resume_on_other_inputs_is_refused(sft_config, part):
+    config = sft_config("optim.steps=1")
+    run = open_run(config)
+    identity = input_identity(config)
+    run.record_inputs(identity)
+    other = json.loads(json.dumps(identity))
+    other[part]["fingerprint"] = "0" * 64
+    again = open_run(dataclasses.replace(config, resume=True))
+    again.record_inputs(identity)
+    with pytest.raises(Edge0Error, match=rf"resume: .*other inputs \({part}\.fingerprint: was .*, is 0000.*run_dir"):
+        again.record_inputs(other)
+    assert json.loads((run.directory / "inputs.json").read_text()) == identity
+
+
+def test_rows_whose_labels_are_all_masked_are_dropped_and_counted(sft_config, tmp_path, capsys):
+    """A row without a completion has no label: it would be a silent no-op."""
+    from edge0_train.data.rows import TextRow, write_data
+    from tests.train.conftest import task_rows
+
+    empty = [TextRow((1, 2, 3), (), "stop")] * 5
+    (tmp_path / "text").mkdir()
+    write_data(tmp_path / "text", [*task_rows("train", 12), *empty], task_rows("eval", 8), {})
+    summary = do(sft_config("optim.steps=1", f"text.rows={tmp_path / 'text'}"))
+    assert summary["dropped"] == {"empty prompt or completion": 5}
+    assert "dropped: 5 empty prompt or completion" in capsys.readouterr().out
+    (tmp_path / "none").mkdir()
+    write_data(tmp_path / "none", empty, task_rows("eval", 8), {})
+    with pytest.raises(Edge0Error, match=r"text\.rows: no train row .* is usable"):
+        do(sft_config(f"text.rows={tmp_path / 'none'}", f"run_dir={tmp_path / 'run2'}"))
+
+
+def test_the_base_is_checked_for_values_that_are_not_finite(sft_config, make_config, tmp_path):
+    """NaN in one shard would otherwise show as a NaN loss somewhere."""
+    from safetensors.torch import load_file, save_file
+
+    base = tmp_path / "base"
+    shutil.copytree(make_config("student_sft").base.directory, base)
+    tensors = load_file(str(base / "model.safetensors"))
+    for name in ("language_model.model.layers.3.mlp.switch_mlp.up_proj.scales", "language_model.model.norm.weight"):
+        broken = {key: value.clone() for key, value in tensors.items()}
+        broken[name].view(-1)[5] = float("nan")
+        save_file(broken, str(base / "model.safetensors"), metadata={"format": "mlx"})
+        config = sft_config(f"base.directory={base}", "inputs.prerouter=")
+        with pytest.raises(Edge0Error, match=rf"{name}.*not finite"):
+            build_student(config, new_lora=True)
