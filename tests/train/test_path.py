@@ -667,7 +667,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_experts(adapted, na
     plain_value = path_value(path, row)
     plain_value.backward()
     want = gradients(path.model)
-    path.model.gradient_checkpointing_enable({"use_reentrant": False})
+    path.model.activation_checkpointing_enable({"use_reentrant": False})
     path.model.train()
     with experts_calls(path) as calls:
         value = path_value(path, row)
@@ -685,7 +685,7 @@ def test_recompute_keeps_the_experts_even_when_the_gate_would_change_its_mind(ad
     """Rounding may flip a near-tie between forward and recompute; here the gates are turned round to force it."""
     path, _ = make(adapted, TIER)
     row = text_rows([(3, 7)])[0]
-    path.model.gradient_checkpointing_enable({"use_reentrant": False})
+    path.model.activation_checkpointing_enable({"use_reentrant": False})
     path.model.train()
     with experts_calls(path) as calls:
         value = path_value(path, row)
