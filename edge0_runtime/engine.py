@@ -92,7 +92,7 @@ class Engine:
         """Load a model directory.
 
         Args:
-            model_dir: int4 base, tokenizer and adapter files (artifacts.md).
+            model_dir: int4 base, tokenizer and adapter files.
             prerouter, lora: False serves without that file: own gates, no recovery.
             memory_budget: GiB for experts in memory; None takes a quarter of the machine's, or all experts if
                 fewer.

@@ -1,4 +1,4 @@
-"""The recovery LoRA, unmerged, in mlx-lm's LoRALinear: y = W_int4 x + (alpha/r) B A x (method.md 1.6)."""
+"""The recovery LoRA, unmerged, in mlx-lm's LoRALinear: y = W_int4 x + (alpha/r) B A x (docs/method.md 1.6)."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class ServedModel:
             self._network = _load_network(checkpoint.directory)
             self._embed = dict(self._network.named_modules())[_embedding_path(tier)]
             # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
-            # slower (parity.md 0.4). On Metal everything stays as the files have it.
+            # slower (docs/parity.md 4). On Metal everything stays as the files have it.
             on_cpu = mx.default_device().type == mx.DeviceType.cpu
             adapter_dtype = mx.float32 if on_cpu else mx.float16
             heads = adapters.prerouter
@@ -125,7 +125,7 @@ class ServedModel:
             block = modules[path]
             block[experts] = StreamingSwitchGLU(block[experts], layer, self.cache, self.log)
             block.top_k = self.tier.k
-            block.norm_topk_prob = True  # method.md 1.2; a config may lack the field
+            block.norm_topk_prob = True  # docs/method.md 1.2; a config may lack the field
             block.gate = PreroutedGate(block.gate, layer, self.prerouter, self.log)
 
     # -- one sequence ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The prerouter at serve time: which step predicts, from what, and what the gates see (method.md 1.3, 1.4).
+"""The prerouter at serve time: which step predicts, from what, and what the gates see (docs/method.md 1.3, 1.4).
 
 Owner N's head, evaluated on input t, gives the router logits of layer N+1 on input t+1. The block's own
 softmax, top-k and renormalisation turn them into a routing: there is one routing rule, and what is predicted

@@ -1,4 +1,4 @@
-"""From router logits to experts and mixing weights (method.md 1.2): the MLX twin of training's torch.
+"""From router logits to experts and mixing weights (docs/method.md 1.2): the MLX twin of training's torch.
 
 softmax-top-k blocks of mlx-lm do this themselves on whatever their gate returns; `route` serves where a block
 can't: the gate's own choice beside an executed prediction (`feature_topk: teacher`). `RoutingLog` keeps what

@@ -23,7 +23,7 @@ from edge0_train.data.chat import Chat
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
 
 EXPERTS = "grouped_mm"
-"""transformers' expert kernel: the fastest on CPU and CUDA at training shapes, and at decoding's on CPU (parity.md 3)."""
+"""transformers' expert kernel: the fastest on CPU and CUDA at training shapes, and at decoding's on CPU (docs/parity.md 6)."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

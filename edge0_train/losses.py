@@ -27,7 +27,7 @@ HeadLoss = Callable[..., torch.Tensor]
 def head_kl(
     router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Summed divergence of the head's routing distribution from the true router's (method.md 2.1).
+    """Summed divergence of the head's routing distribution from the true router's (docs/method.md 2.1).
 
     softmax router: KL(softmax(target) || softmax(head)). sigmoid router: for each expert the KL between the two Bernoulli
     distributions, summed over experts (BCE less its constant entropy, so that 0 means equal).
@@ -56,7 +56,7 @@ MARGIN = 1.0
 def head_kl_margin(
     router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`head_kl` plus a hinge at the K boundary (method.md 2.1), summed over tokens.
+    """`head_kl` plus a hinge at the K boundary (docs/method.md 2.1), summed over tokens.
 
     head_kl + sum_n max(0, MARGIN - (h[n, a] - h[n, b])), where a is the true router's K-th expert (the last one that is
     routed to), b its (K+1)-th (the first one that is not) and h the head's logits. KL spreads its effort over the whole
@@ -114,7 +114,7 @@ def log_tail(logp_NV: torch.Tensor, ids_NS: torch.Tensor) -> torch.Tensor:
 def reverse_kl(
     logits_NV: torch.Tensor, ids_NS: torch.Tensor, teacher_logp_NS: torch.Tensor, teacher_log_tail_N: torch.Tensor
 ) -> torch.Tensor:
-    """Summed KL(student || teacher) on the teacher's top-k and one tail bucket (method.md 2.3).
+    """Summed KL(student || teacher) on the teacher's top-k and one tail bucket (docs/method.md 2.3).
 
     sum_{v in S} p(v) log(p(v) / q(v)) + p_tail log(p_tail / q_tail): the KL of a coarser vocabulary, hence >= 0, and the
     exact KL when S is the whole vocabulary (there is no tail then).
@@ -131,7 +131,7 @@ def reverse_kl(
 def forward_kl(
     logits_NV: torch.Tensor, ids_NS: torch.Tensor, teacher_logp_NS: torch.Tensor, teacher_log_tail_N: torch.Tensor
 ) -> torch.Tensor:
-    """Summed KL(teacher || student) on the same buckets as `reverse_kl`: a control (training.md, phase 3).
+    """Summed KL(teacher || student) on the same buckets as `reverse_kl`: a control.
 
     sum_{v in S} q(v) log(q(v) / p(v)) + q_tail log(q_tail / p_tail). It covers what the teacher might say, also where the
     student never goes; >= 0, and exact when S is the whole vocabulary.

@@ -2,7 +2,7 @@
 
 A family answers three questions from a model's architecture numbers (the text part of its `config.json`):
 which layers have a router, which linear modules a recovery LoRA may sit on, and where the routed experts lie.
-Source: `tiers.md` of the published checkpoints; names are those of mlx-lm's model classes.
+Shapes were checked against the published files to the byte; names are those of mlx-lm's model classes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ TOKEN_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Router:
-    """How logits become experts and weights (method.md 1.2).
+    """How logits become experts and weights (docs/method.md 1.2).
 
     Attributes:
         kind: softmax_topk (softmax, top-k, renormalise) or sigmoid_group (sigmoid, best groups, top-k, renormalise, scale).
@@ -47,7 +47,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Lora:
-    """The recovery LoRA (method.md 1.6): rank, alpha, and the module paths below a layer that it sits on."""
+    """The recovery LoRA (docs/method.md 1.6): rank, alpha, and the module paths below a layer that it sits on."""
 
     r: int
     alpha: float
@@ -121,7 +121,7 @@ class Tier:
 
     @property
     def head_input(self) -> int:
-        """Width of a head's input: hidden state, two multi-hot routings (method.md 1.3), and the token if it is seen."""
+        """Width of a head's input: hidden state, two multi-hot routings (docs/method.md 1.3), and the token if it is seen."""
         return self.hidden_size + 2 * self.num_experts + self.hidden_size * self.token_aware
 
     def head_tensors(self) -> dict[str, tuple[int, int]]:

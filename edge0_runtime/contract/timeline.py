@@ -1,4 +1,4 @@
-"""When a routing is predicted: the decode timeline that training and serving share (method.md 1.4, 1.5).
+"""When a routing is predicted: the decode timeline that training and serving share (docs/method.md 1.4, 1.5).
 
 Index t is the INPUT token. In a conversation with a prompt of P tokens, inputs 0..P-1 are the prompt (prefill), input P
 is the first generated token and thereby the first decode step. Owner N's head, evaluated at input t, routes layer N+1 at

@@ -22,7 +22,7 @@ COUNTERS = ("expert_loads", "expert_bytes", "expert_hits", "expert_misses", "blo
 def bench(engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Iterator[dict[str, Any]]:
     """Greedy runs of `max_tokens` tokens each, end tokens ignored; JSON values for each prompt.
 
-    Memory is reported as two numbers that mean different things (cases.md 28): MLX's allocator peak since the
+    Memory is reported as two numbers that mean different things: MLX's allocator peak since the
     prompt began, and the process's peak resident set since it started, which includes whatever ran before.
     """
     for prompt_ids in prompts:

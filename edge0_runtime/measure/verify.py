@@ -20,7 +20,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace
 from edge0_runtime.engine import Engine
 
-# float32 on MLX CPU against torch: 6e-6 was measured on models of this kind (parity.md 0.3).
+# float32 on MLX CPU against torch: 6e-6 was measured on models of this kind (docs/parity.md 3).
 LOGITS_TOLERANCE = 1e-3
 NEAR_TIE = 1e-4
 

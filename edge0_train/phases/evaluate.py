@@ -165,7 +165,7 @@ def open_bench(config: Config, rows: Sequence[TextRow]) -> Bench:
 
 
 def warm_heads(path: StudentPath) -> PrerouterHeads:
-    """Untrained heads: the next layer's router applied to this layer's hidden state (method.md 1.3)."""
+    """Untrained heads: the next layer's router applied to this layer's hidden state (docs/method.md 1.3)."""
     heads = PrerouterHeads(path.tier).to(path.model.device)
     heads.warm_start(lambda layer: path.router(layer).weight)
     return heads
@@ -373,7 +373,7 @@ def _shared(a_NK: torch.Tensor, b_NK: torch.Tensor, experts: int) -> float:
     return float((multi_hot(a_NK, experts) * multi_hot(b_NK, experts)).sum())
 
 
-# -- merging: what requantisation leaves of a LoRA (method.md 1.6) -------------------------------------------------------
+# -- merging: what requantisation leaves of a LoRA (docs/method.md 1.6) -------------------------------------------------------
 
 SURVIVAL_BATCHES = 4
 """Of `ROWS` rows, for the logits: enough, and every batch runs three models."""

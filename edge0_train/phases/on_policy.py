@@ -1,4 +1,4 @@
-"""phase=on_policy: the student writes, the teacher scores, the LoRA trains with reverse KL (method.md 2.3).
+"""phase=on_policy: the student writes, the teacher scores, the LoRA trains with reverse KL (docs/method.md 2.3).
 
     python -m edge0_train phase=on_policy tier=35b
     python -m edge0_train phase=on_policy tier=35b on_policy.loss=forward_kl    # a control, see LOSSES

@@ -1,4 +1,4 @@
-"""phase=student_sft: the recovery LoRA on teacher text with prerouting on, completion-only cross-entropy (method.md 2.2).
+"""phase=student_sft: the recovery LoRA on teacher text with prerouting on, completion-only cross-entropy (docs/method.md 2.2).
 
 python -m edge0_train phase=student_sft tier=35b
 """

@@ -1,4 +1,4 @@
-"""Prerouter heads (method.md 1.3): logits = fc2(gelu(fc1(x))) + linear_init(x), no biases, one head per owner layer.
+"""Prerouter heads (docs/method.md 1.3): logits = fc2(gelu(fc1(x))) + linear_init(x), no biases, one head per owner layer.
 
 x is the owner's features of the input before; token-aware heads also see the token being routed (`Tier.token_aware`).
 """
@@ -43,7 +43,7 @@ class PrerouterHeads(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, router_weight: Callable[[int], torch.Tensor]) -> None:
-        """Start from "apply the next layer's router to this hidden state" (method.md 1.3).
+        """Start from "apply the next layer's router to this hidden state" (docs/method.md 1.3).
 
         Args:
             router_weight: layer -> its router's weight [E, H].

@@ -1,4 +1,4 @@
-"""The recovery LoRA on exactly the tier's targets, through PEFT, under the artifact's names (method.md 1.6)."""
+"""The recovery LoRA on exactly the tier's targets, through PEFT, under the artifact's names (docs/method.md 1.6)."""
 
 from __future__ import annotations
 

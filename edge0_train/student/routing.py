@@ -1,4 +1,4 @@
-"""Router mathematics in torch (method.md 1.2): logits -> experts -> mixing weights, in float32.
+"""Router mathematics in torch (docs/method.md 1.2): logits -> experts -> mixing weights, in float32.
 
 Selecting and weighing are two functions because a recomputed forward (gradient checkpointing) must reuse the experts it
 selected the first time: rounding may not flip a near-tie between the two.

@@ -1,4 +1,4 @@
-"""The paper's claims (method.md 1.6, 2, 3) as one number a seed each, and whether the table bears them out.
+"""The paper's claims (docs/method.md 1.6, 2, 3) as one number a seed each, and whether the table bears them out.
 
 A claim holds if its number lies beyond the threshold by more than the uncertainty, does not hold if it lies short of it by more,
 and is undecided otherwise. Uncertainty is the sample standard deviation over seeds, but at least the claim's `noise`; from one
@@ -104,7 +104,7 @@ def of(arm: str, metric: str) -> Callable[[Rows], float]:
 
 
 KL_NOISE = 0.03
-"""Two seeds of one recipe differ by about that much in their ratio of divergences (nano.md)."""
+"""Two seeds of one recipe differ by about that much in their ratio of divergences."""
 MATCH_NOISE = 0.02
 """Standard error of an exact match of .9 at 256 rows."""
 

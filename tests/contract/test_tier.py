@@ -201,7 +201,7 @@ def test_fewer_targets_give_fewer_modules(data):
 
 
 def test_names_of_the_expert_tensors_and_the_bytes_of_one_expert():
-    """tiers.md: one expert of the 35b is 1,769,472 bytes, one layer 452,984,832."""
+    """The published files: one expert of the 35b is 1,769,472 bytes, one layer 452,984,832."""
     arch = builtin_tier("35b").architecture
     layout = family("qwen3_5_moe")
     name = layout.expert_tensor(3, "up_proj", "scales")

@@ -14,7 +14,7 @@ P, D = False, True  # an input of a prompt (prefill), an input of a decode step
 
 
 def simulate(rule: str, decoded: list[bool]) -> tuple[list[bool], list[bool]]:
-    """Serve the inputs one by one, as method.md 1.4 tells it; returns (predicted, previous_valid).
+    """Serve the inputs one by one, as docs/method.md 1.4 tells it; returns (predicted, previous_valid).
 
     The state of one owner is the prediction it has made for the next input, and the routing captured at the last one.
     Under "gate" prefill captures nothing and clears the state; under "predicted" prefill captures as decoding does.

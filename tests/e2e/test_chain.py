@@ -46,7 +46,7 @@ def test_adapters_carry_contract_and_lineage(chain: Path) -> None:
 
 
 def test_training_moves_the_student_towards_the_teacher(chain: Path) -> None:
-    """Even this short: trained heads beat untrained ones, and the LoRA beats heads alone (nano.md's safe margins)."""
+    """Even this short: trained heads beat untrained ones, and the LoRA beats heads alone."""
     rows = {row["stage"]: row for row in json.loads((chain / "evaluate" / "done.json").read_text())["table"]}
     assert rows["untrained heads"]["kl"] > 1.3 * rows["heads only"]["kl"]
     assert rows["heads only"]["kl"] > rows["+ SFT"]["kl"]

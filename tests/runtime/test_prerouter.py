@@ -1,6 +1,6 @@
 """The prerouter's timeline, token by token with caches, against a slow reference that knows no state.
 
-The reference recomputes the whole sequence for every token, without any cache, and applies method.md 1.5
+The reference recomputes the whole sequence for every token, without any cache, and applies docs/method.md 1.5
 literally: all heads at all positions, shifted by one, chosen by the contract's masks. Heads and routing are
 NumPy in float64.
 """

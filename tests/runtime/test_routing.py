@@ -1,4 +1,4 @@
-"""`route` equals the formulas of method.md 1.2, written out one token at a time in float64."""
+"""`route` equals the formulas of docs/method.md 1.2, written out one token at a time in float64."""
 
 from __future__ import annotations
 

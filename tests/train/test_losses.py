@@ -1,4 +1,4 @@
-"""Losses: hand numbers in value and gradient, float64 references, and memory (method.md 2)."""
+"""Losses: hand numbers in value and gradient, float64 references, and memory (docs/method.md 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents packed into one row are as alone: outputs, routing and gradients (method.md 1.5)."""
+"""Documents packed into one row are as alone: outputs, routing and gradients (docs/method.md 1.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The student path against a slow plain reference: one token at a time, no cache, every rule of method.md 1.2-1.5 spelt out.
+"""The student path against a slow plain reference: one token at a time, no cache, every rule of docs/method.md 1.2-1.5 spelt out.
 
 The reference shares nothing with the code under test but the base model: own timeline, own one-hots, own head formula, own router
 mathematics, own hooks.
@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from edge0_runtime.contract.tier import Router, Tier
 from edge0_train.base.names import transformers_module
 from edge0_train.data.rows import Batch, TextRow, collate
 from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, lora_disabled
 from edge0_train.student.generate import StepRecord
-from tests.tiny_models import tiny_tier
+from tests.tiny_models import random_qwen3_5_moe, tiny_tier
 
 BASE_K = 4
 NUMBERS: dict[str, Any] = {
@@ -134,7 +133,7 @@ class Reference:
 
 
 def timeline(first_token: str, decoded: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """(routed by prediction, previous one-hot is the position before's) as a little state machine (method.md 1.4)."""
+    """(routed by prediction, previous one-hot is the position before's) as a little state machine (docs/method.md 1.4)."""
     predicted, has_previous, steps = [], [], 0
     for t, is_decoded in enumerate(decoded):
         steps = steps + 1 if is_decoded else 0  # 1 at the first decode step of a reply
@@ -173,27 +172,9 @@ def mix(router: Router, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Te
 # -- the models --------------------------------------------------------------------------------------------------------
 
 
-def random_base(seed: int = 0) -> torch.nn.Module:
-    """Float32, with weights of a size at which routing and text depend on every token."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_moe_text", **dict(TIER.architecture)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if name.endswith(("linear_attn.norm.weight", "dt_bias")):
-                parameter.copy_(1 + 0.1 * noise)
-            elif parameter.ndim > 1:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5 * (3.0 if "mlp.gate." in name else 1.0))
-            else:
-                parameter.copy_(0.3 * noise)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
 def base() -> torch.nn.Module:
-    return random_base()
+    return random_qwen3_5_moe(TIER)
 
 
 @pytest.fixture(scope="module")

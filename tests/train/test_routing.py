@@ -1,4 +1,4 @@
-"""Router mathematics against transformers' own routers and against plain python (method.md 1.2)."""
+"""Router mathematics against transformers' own routers and against plain python (docs/method.md 1.2)."""
 
 from __future__ import annotations
 
