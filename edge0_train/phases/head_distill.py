@@ -4,7 +4,7 @@
 
 Phase 1 (docs/method.md 2.1) runs the base natively: heads learn from the features of a model that routes correctly. Refinement
 goes on from there with `heads.features=student`: the heads' own predictions route, as in decoding, and the target is the true
-router on the hidden states that come of it. It closes the "feature drift" that the paper leaves open, and needs no other artifact.
+router on the hidden states that come of it. It closes the "feature drift" that the paper leaves open.
 """
 
 from __future__ import annotations
