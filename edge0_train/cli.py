@@ -32,6 +32,9 @@ ALONE = ("quantize", "evaluate", "export")
 
 def main() -> None:
     """Entry point. Exit codes: 0 done or stopped with a checkpoint, 2 a problem that the user can act on."""
+    if len(sys.argv) == 1:
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints several lines and exits itself
     try:
         _check_choices(sys.argv[1:])
