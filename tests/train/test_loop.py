@@ -464,9 +464,7 @@ def worker(directory: Path) -> None:
     from accelerate import PartialState
 
     rank = PartialState(cpu=True).process_index
-    config, opened, end = a_config(directory / "opened"), "yes", time.monotonic() + 15
-    while rank and not (Path(config.run_dir) / "config.yaml").exists() and time.monotonic() < end:
-        time.sleep(0.05)  # rank 0 is first
+    config, opened = a_config(directory / "opened"), "yes"
     try:
         open_run(config)
     except Edge0Error as error:
