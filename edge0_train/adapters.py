@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,24 @@ def write_output(
     `result` is the loop's summary: its steps, tokens and final numbers go into the chain. `prerouter_sha256` binds a LoRA to
     the heads that it is to be served with.
     """
+    path = Path(config.run_dir) / config.tier.file_name(kind)
+    state = PartialState()
+    if state.is_main_process:
+        provenance = _provenance(config, base, result, data, parents, prerouter_sha256)
+        write_adapter(path, kind, config.tier, tensors, provenance)
+    state.wait_for_everyone()
+    return sha256_file(path)
+
+
+def _provenance(
+    config: Config,
+    base: BaseInfo,
+    result: Mapping[str, Any],
+    data: DataSource,
+    parents: Mapping[str, Adapter | None],
+    prerouter_sha256: str | None,
+) -> Provenance:
+    """The record of `write_output`'s arguments."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     chain: dict[str, PhaseRecord] = {}
     for parent in parents.values():
@@ -106,27 +125,24 @@ def write_output(
         metrics={name: value for name, value in result.items() if isinstance(value, float)},
         time=now,
     )
-    provenance = Provenance(
+    return Provenance(
         tool_version=tool_version(),
         commit=code_commit(),
         phases=(*chain.values(), this),
         base_fingerprint=base.fingerprint,
         tokenizer_hash=base.tokenizer_hash,
         template_hash=base.template_hash,
-        teacher=Teacher(
-            Path(config.teacher.directory).name,
-            hash_files(sorted(Path(config.teacher.directory).glob("*.safetensors"))),
-        ),
+        teacher=Teacher(Path(config.teacher.directory).name, _teacher_revision(config.teacher.directory)),
         data=data,
         prerouter_sha256=prerouter_sha256,
         created=now,
     )
-    path = Path(config.run_dir) / config.tier.file_name(kind)
-    state = PartialState()
-    if state.is_main_process:
-        write_adapter(path, kind, config.tier, tensors, provenance)
-    state.wait_for_everyone()
-    return sha256_file(path)
+
+
+@functools.cache
+def _teacher_revision(directory: str) -> str:
+    """Hash of the teacher's weight files: tens of GB for a real one, so once a process, however many files are written."""
+    return hash_files(sorted(Path(directory).glob("*.safetensors")))
 
 
 def hash_files(paths: Sequence[Path]) -> str:

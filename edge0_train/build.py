@@ -135,10 +135,13 @@ def input_identity(config: Config) -> dict[str, Any]:
 def check_tokenizer(config: Config) -> None:
     """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer."""
     teacher_hash = hash_tokenizer(config.teacher.directory)
-    if Path(config.base.directory).exists() and teacher_hash != base_info(config).tokenizer_hash:
+    if not Path(config.base.directory).exists():
+        return
+    base_hash = base_info(config).tokenizer_hash
+    if teacher_hash != base_hash:
         raise Edge0Error(
             f"teacher.directory: tokenizer.json of {config.teacher.directory} ({teacher_hash[:12]}) is not the base's"
-            f" ({base_info(config).tokenizer_hash[:12]}); teacher and student must share one tokenizer"
+            f" ({base_hash[:12]}); teacher and student must share one tokenizer"
         )
 
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import Tier, check_fields
 
 PHASE_NAMES = (
     "quantize",
@@ -237,11 +237,8 @@ def _build(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise Edge0Error(f"{where}: {data!r} is not a group of fields")
     hints = typing.get_type_hints(cls)
+    check_fields(where or "config", cls, data)
     names = [f.name for f in dataclasses.fields(cls)]
-    unknown, missing = sorted(set(data) - set(names)), sorted(set(names) - set(data))
-    if unknown or missing:
-        parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
-        raise Edge0Error(f"{where or 'config'}: fields {'; '.join(parts)}; the fields are {', '.join(names)}")
     return cls(**{name: _value(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})
 
 

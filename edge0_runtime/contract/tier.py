@@ -164,9 +164,9 @@ class Tier:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Tier:
         """Read and validate a tier. Raises Edge0Error that names the field, the value and the fix."""
-        _same_fields("tier", cls, data)
-        _same_fields("tier.router", Router, data["router"])
-        _same_fields("tier.lora", Lora, data["lora"])
+        check_fields("tier", cls, data)
+        check_fields("tier.router", Router, data["router"])
+        check_fields("tier.lora", Lora, data["lora"])
         if not isinstance(data["architecture"], Mapping):
             raise Edge0Error(f"tier.architecture: {data['architecture']!r} is not a mapping of fields to values")
         router, lora = data["router"], data["lora"]
@@ -198,7 +198,8 @@ class Tier:
         return tier
 
 
-def _same_fields(where: str, cls: type, data: Mapping[str, Any]) -> None:
+def check_fields(where: str, cls: type, data: Mapping[str, Any]) -> None:
+    """Raise Edge0Error unless `data` has exactly the fields of the dataclass `cls` (those with a default may be absent)."""
     if not isinstance(data, Mapping):
         raise Edge0Error(f"{where}: {data!r} is not a mapping of fields to values")
     fields = {f.name: f for f in dataclasses.fields(cls)}

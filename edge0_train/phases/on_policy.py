@@ -28,6 +28,7 @@ from edge0_train.adapters import hash_files, input_path, write_output
 from edge0_train.build import Student, build_student, build_teacher, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
+from edge0_train.data.complete import PathWriter
 from edge0_train.data.gates import RowHealth, check_rows
 from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled
@@ -43,7 +44,7 @@ from edge0_train.losses import (
     topk_with_tail,
 )
 from edge0_train.phases.student_sft import SAMPLES, lora_parameters
-from edge0_train.phases.teacher_text import complete_shards, drop_long
+from edge0_train.phases.teacher_text import drop_long, write_shards
 from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run, my_share
@@ -197,7 +198,8 @@ def _stored(run: Run, number: int) -> list[TextRow]:
 
 def _rollout(config: Config, run: Run, student: Student, prompts: list[Prompt], number: int) -> list[TextRow]:
     """The round's completions by the student as it is now; a rollout that is on disk is taken as it is."""
-    return complete_shards(config, _round(run, number), student.path, student.chat, prompts, None, f"rollout-{number}")
+    writer = PathWriter(student.path, config.sample, student.chat.end_ids, student.chat.pad_id, native_k=None)
+    return write_shards(config, _round(run, number), writer, student.chat, prompts, f"rollout-{number}")
 
 
 def _score(

@@ -22,7 +22,6 @@ from edge0_train.data.prompts import Prompt, Prompts, load_prompts
 from edge0_train.data.rows import TextRow, distinct, read_rows, write_data, write_rows
 from edge0_train.report import print_plan, progress
 from edge0_train.run import Run, my_share
-from edge0_train.student import StudentPath
 
 SAMPLES = 8
 """Rows that are written out as text."""
@@ -36,12 +35,14 @@ def teacher_text(config: Config, run: Run) -> dict[str, Any]:
     """
     sample = config.sample
     prompts = load_prompts(config.text.prompts, train=sample.prompts, held_out=sample.eval_prompts, seed=config.seed)
-    if not (config.dry_run and not (Path(config.teacher.directory) / "tokenizer.json").is_file()):
-        prompts = drop_long(prompts, Chat(config.teacher.directory), config)
+    if config.dry_run and not (Path(config.teacher.directory) / "tokenizer.json").is_file():
+        print_plan(config, _plan(config, prompts))  # a plan without the teacher at hand cannot drop long prompts
+        return {}
+    chat = Chat(config.teacher.directory)
+    prompts = drop_long(prompts, chat, config)
     print_plan(config, _plan(config, prompts))
     if config.dry_run:
         return {}
-    chat = Chat(config.teacher.directory)
     writer = _writer(config, chat)
     sides: dict[str, list[TextRow]] = {}
     card: dict[str, Any] = {"dropped_prompts": prompts.dropped, "duplicate_rows": {}, "health": {}}
@@ -97,20 +98,6 @@ def _writer(config: Config, chat: Chat) -> Writer:
         raise Edge0Error("sample.backend: vllm spreads over the GPUs itself; start teacher_text as one process")
     check_tokenizer(config)
     return VllmWriter.open(config, chat.end_ids)
-
-
-def complete_shards(
-    config: Config,
-    directory: Path,
-    path: StudentPath,
-    chat: Chat,
-    prompts: Sequence[Prompt],
-    native_k: int | None,
-    name: str,
-) -> list[TextRow]:
-    """`write_shards` by a path: a student (native_k None) or a base at that K."""
-    writer = PathWriter(path, config.sample, chat.end_ids, chat.pad_id, native_k)
-    return write_shards(config, directory, writer, chat, prompts, name)
 
 
 def write_shards(
