@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from edge0_runtime.contract.artifacts import (
 )
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS, family
 from edge0_runtime.contract.strict_safetensors import read_header
 from edge0_runtime.contract.tier import Tier
 
@@ -63,7 +65,7 @@ def tier_text(data: Mapping[str, Any]) -> str:
 def tier_line(data: Mapping[str, Any]) -> str:
     """One line of the list of tiers."""
     arch = data["architecture"]
-    experts = f"K {arch['num_experts_per_tok']} -> {data['k']} of {arch['num_experts']} experts"
+    experts = f"K {arch['num_experts_per_tok']} -> {data['k']} of {arch[family(data['family']).num_experts]} experts"
     return f"{data['name']}: {data['model']} ({data['family']}), {arch['num_hidden_layers']} layers, {experts}"
 
 
@@ -122,8 +124,11 @@ def _base(checkpoint: Checkpoint, fingerprint: str, tier: Tier | None) -> dict[s
         "template_hash": checkpoint.template_hash(),
     }
     if tier is not None:
-        experts = f".{tier.layout.experts}."
-        data["expert_bytes"] = sum(size for name, size in sizes.items() if experts in name)
+        layers = tier.layout.moe_layers(tier.architecture)
+        names = {
+            name for key in product(layers, PROJECTIONS, QUANTISED_PARTS) for name in tier.layout.expert_tensors(*key)
+        }
+        data["expert_bytes"] = sum(size for name, size in sizes.items() if name in names)
     return data
 
 

@@ -24,8 +24,9 @@ from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_runtime.experts.cache import ExpertCache
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
+from edge0_runtime.gates import prerouted
 from edge0_runtime.lora import apply_lora
-from edge0_runtime.prerouter import PreroutedGate, Prerouter
+from edge0_runtime.prerouter import Prerouter
 from edge0_runtime.routing import RoutingLog
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class ServedModel:
             self.cache = ExpertCache(self.store, budget)
             self.log = RoutingLog()
             self._network = _load_network(checkpoint.directory)
-            self._embed = dict(self._network.named_modules())[_embedding_path(tier)]
+            self._embed = dict(self._network.named_modules())[tier.layout.embedding]
             # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
             # slower (docs/parity.md 4). On Metal everything stays as the files have it.
             on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -124,9 +125,7 @@ class ServedModel:
             path, _, experts = f"{layout.layer_path(layer)}.{layout.experts}".rpartition(".")
             block = modules[path]
             block[experts] = StreamingSwitchGLU(block[experts], layer, self.cache, self.log)
-            block.top_k = self.tier.k
-            block.norm_topk_prob = True  # docs/method.md 1.2; a config may lack the field
-            block.gate = PreroutedGate(block.gate, layer, self.prerouter, self.log)
+            prerouted(block, layer, self.tier, self.prerouter, self.log)
 
     # -- one sequence ----------------------------------------------------------------------------------------
 
@@ -217,11 +216,8 @@ def build(
 
 
 def _check_supported(tier: Tier) -> None:
-    if tier.router.kind != "softmax_topk" or tier.router.scaling != 1.0:
-        raise Edge0Error(
-            f"tier.router: {tier.router.kind} with scaling {tier.router.scaling} isn't served;"
-            " serve a softmax_topk tier with scaling 1"
-        )
+    if tier.router.kind == "softmax_topk" and tier.router.scaling != 1.0:
+        raise Edge0Error(f"tier.router.scaling: {tier.router.scaling} isn't served for softmax_topk; it must be 1")
 
 
 def _context_length(checkpoint: Checkpoint) -> int:
@@ -245,11 +241,6 @@ def _load_network(directory: Path) -> nn.Module:
     except (ValueError, TypeError, KeyError) as error:
         raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
     return network
-
-
-def _embedding_path(tier: Tier) -> str:
-    """Module path of the token embedding, beside the decoder layers: `language_model.model.embed_tokens`."""
-    return tier.layout.layer_path(0).replace("layers.0", "embed_tokens")
 
 
 def _evaluate(network: nn.Module) -> None:

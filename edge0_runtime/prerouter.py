@@ -1,8 +1,6 @@
 """The prerouter at serve time: which step predicts, from what, and what the gates see (docs/method.md 1.3, 1.4).
 
-Owner N's head, evaluated on input t, gives the router logits of layer N+1 on input t+1. The block's own
-softmax, top-k and renormalisation turn them into a routing: there is one routing rule, and what is predicted
-is what is routed.
+Owner N's head, evaluated on input t, gives the router logits of layer N+1 on input t+1; `gates.py` routes by them.
 
 One request drives the state, in this order: `reset`; per prefill chunk `begin_prefill`, forward, `advance`;
 per decode step `predict`, `begin_decode(step)`, forward, `advance`. `predict` evaluates all heads at once, as
@@ -22,7 +20,6 @@ import mlx.nn as nn
 import numpy as np
 
 from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
-from edge0_runtime.routing import RoutingLog, route
 
 
 class Prerouter:
@@ -131,44 +128,12 @@ class Prerouter:
         if self._capturing and layer in self.owners:
             self._hidden[layer] = x_TD[-1].astype(self._dtype)
 
-    def observe_own_choice(self, layer: int, logits_TE: mx.array) -> None:
-        """Capture what a layer's own gate would choose, if wanted."""
-        if self.wants_own_choice(layer):
-            self._own_choice[layer], _ = route(self.tier.router, logits_TE[-2:], self.tier.k)
+    def observe_own_choice(self, layer: int, indices_TK: mx.array) -> None:
+        """Take what a layer's own gate chooses at the last two tokens, if it is wanted, or at the only one."""
+        self._own_choice[layer] = indices_TK
 
 
 def _rms(embedding_D: mx.array) -> mx.array:
     """The token feature (`Tier.token_aware`), in float32."""
     embedding_D = embedding_D.astype(mx.float32)
     return embedding_D * mx.rsqrt(mx.mean(mx.square(embedding_D)) + TOKEN_NORM_EPS)
-
-
-class PreroutedGate(nn.Module):
-    """Drop-in for a softmax-top-k block's `mlp.gate`: x [1, T, D] -> router logits [1, T, E].
-
-    They are the gate's own or predicted; without a prerouter always its own, and logged all the same.
-    """
-
-    def __init__(self, inner: nn.Module, layer: int, prerouter: Prerouter | None, log: RoutingLog) -> None:
-        super().__init__()
-        self.inner = inner
-        self._layer = layer
-        self._prerouter = prerouter
-        self._log = log
-
-    def __call__(self, x: mx.array) -> mx.array:
-        logits = self.inner(x) if self._prerouter is None else self._route(x, self._prerouter)
-        self._log.logits[self._layer] = logits[0, -1]
-        return logits
-
-    def _route(self, x: mx.array, prerouter: Prerouter) -> mx.array:
-        predicted = prerouter.predicts(self._layer)
-        prerouter.observe_input(self._layer, x[0])
-        if not predicted or prerouter.wants_own_choice(self._layer):
-            own = self.inner(x)
-            prerouter.observe_own_choice(self._layer, own[0])
-        if not predicted:
-            return own
-        if x.shape[:2] != (1, 1):
-            raise RuntimeError(f"layer {self._layer}: a predicted step has one token, got {x.shape[:2]}")
-        return prerouter.prediction(self._layer).reshape(1, 1, -1).astype(x.dtype)

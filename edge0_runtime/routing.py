@@ -1,11 +1,13 @@
 """From router logits to experts and mixing weights (docs/method.md 1.2): the MLX twin of training's torch.
 
-softmax-top-k blocks of mlx-lm do this themselves on whatever their gate returns; `route` serves where a block
-can't: the gate's own choice beside an executed prediction (`feature_topk: teacher`). `RoutingLog` keeps what
+mlx-lm's blocks and gates do this themselves for a layer's own routing; `route` serves where they can't: a prediction
+in a sigmoid-group family, a gate's own choice beside an executed prediction (`feature_topk: teacher`). `RoutingLog` keeps what
 was chosen. Shapes: T tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import mlx.core as mx
 import numpy as np
@@ -18,20 +20,20 @@ class RoutingLog:
 
     Attributes:
         executed: layer -> [T, K] expert indices, as the block chose them.
-        logits: layer -> [E] router logits of the pass's last token that the block chose by, predicted or its
-            own.
+        scores: layer -> [E] router scores of the pass's last token that the experts were chosen by, predicted or
+            the layer's own (then with its expert bias).
         dropped: routings since construction whose expert wasn't there to compute; anything but 0 is a bug.
     """
 
     def __init__(self) -> None:
         self.executed: dict[int, np.ndarray] = {}
-        self.logits: dict[int, mx.array] = {}
+        self.scores: dict[int, mx.array] = {}
         self.dropped = 0
 
     def clear(self) -> None:
         """Forget the last pass; the count stays."""
         self.executed.clear()
-        self.logits.clear()
+        self.scores.clear()
 
 
 def route(
@@ -54,8 +56,16 @@ def route(
     return _sigmoid_group(router, logits_TE, k, expert_bias_E)
 
 
+def scores(router: Router, logits_TE: mx.array, expert_bias_E: mx.array | None = None) -> mx.array:
+    """What experts are chosen by, fp32: the softmax over the experts, or each one's sigmoid plus its bias."""
+    if router.kind == "softmax_topk":
+        return mx.softmax(logits_TE.astype(mx.float32), axis=-1)
+    scores_TE = mx.sigmoid(logits_TE.astype(mx.float32))
+    return scores_TE if expert_bias_E is None else scores_TE + expert_bias_E.astype(mx.float32)
+
+
 def _softmax_topk(router: Router, logits_TE: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    gates_TE = mx.softmax(logits_TE.astype(mx.float32), axis=-1)
+    gates_TE = scores(router, logits_TE)
     indices_TK = _topk(gates_TE, k)
     weights_TK = mx.take_along_axis(gates_TE, indices_TK, axis=-1)
     return indices_TK, router.scaling * weights_TK / weights_TK.sum(axis=-1, keepdims=True)
@@ -64,8 +74,7 @@ def _softmax_topk(router: Router, logits_TE: mx.array, k: int) -> tuple[mx.array
 def _sigmoid_group(
     router: Router, logits_TE: mx.array, k: int, expert_bias_E: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    scores_TE = mx.sigmoid(logits_TE.astype(mx.float32))
-    choice_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E.astype(mx.float32)
+    choice_TE = scores(router, logits_TE, expert_bias_E)
     choice_TGM = mx.unflatten(choice_TE, -1, (router.n_group, -1))
     group_score_TG = mx.topk(choice_TGM, min(2, choice_TGM.shape[-1]), axis=-1).sum(axis=-1)
     kept_TG = _topk(group_score_TG, router.topk_group)
@@ -73,8 +82,27 @@ def _sigmoid_group(
     # -inf and not 0: a biased score may be negative, and an expert of a dropped group must never win over it.
     choice_TGM = mx.where(keep_TG[..., None] > 0, choice_TGM, -mx.inf)
     indices_TK = _topk(choice_TGM.flatten(-2), k)
-    weights_TK = mx.take_along_axis(scores_TE, indices_TK, axis=-1)
+    weights_TK = mx.take_along_axis(scores(router, logits_TE), indices_TK, axis=-1)
     return indices_TK, router.scaling * weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + 1e-20)
+
+
+def choice_gap(router: Router, scores_E: np.ndarray, chosen: Collection[int]) -> float:
+    """How far router scores are from choosing exactly the experts `chosen`: the largest lead that one left out has.
+
+    Zero or less if they do choose them; a tiny number is a near-tie, between experts or between expert groups.
+    """
+    size = len(scores_E) // router.n_group
+    group_G = np.sort(scores_E.reshape(router.n_group, size), axis=-1)[:, -2:].sum(-1)
+    needed = {expert // size for expert in chosen}
+    if len(needed) > router.topk_group:
+        return float("inf")
+    # Of the kept groups those that `chosen` lies in are given; the best others take the remaining places.
+    ranked = sorted(range(router.n_group), key=lambda g: (g not in needed, -group_G[g]))
+    kept, dropped = ranked[: router.topk_group], ranked[router.topk_group :]
+    gaps = [max(group_G[g] for g in dropped) - min(group_G[g] for g in needed)] if dropped else []
+    rivals = [scores_E[e] for g in kept for e in range(g * size, (g + 1) * size) if e not in chosen]
+    gaps += [max(rivals) - min(scores_E[e] for e in chosen)] if rivals else []
+    return float(max(gaps, default=0.0))
 
 
 def _topk(scores_TE: mx.array, k: int) -> mx.array:

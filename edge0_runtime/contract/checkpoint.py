@@ -145,11 +145,21 @@ class Checkpoint:
         return text if isinstance(text, dict) else self.config
 
     def check_architecture(self, tier: Tier) -> None:
-        """Raise one Edge0Error listing every field of `tier.architecture` that config.json has otherwise."""
-        config = self.text_config()
+        """Raise one Edge0Error listing every field that config.json has otherwise than the tier.
+
+        The fields are those of `tier.architecture`, and of its router where config.json decides how the
+        layers' own gates choose (sigmoid_group).
+        """
+        config, layout = self.text_config(), tier.layout
+        wanted = dict.fromkeys(layout.optional) | dict(tier.architecture)
+        if tier.router.kind == "sigmoid_group":
+            wanted |= {"n_group": tier.router.n_group, "topk_group": tier.router.topk_group}
+            wanted["routed_scaling_factor"] = tier.router.scaling
         problems = []
-        for field, expected in tier.architecture.items():
-            actual = config.get(field, "nothing")
+        if (tier.router.kind == "sigmoid_group") != (layout.expert_bias is not None):
+            problems.append(f"router.kind: tier {tier.name} has {tier.router.kind}, {tier.family} routes otherwise")
+        for field, expected in wanted.items():
+            actual = layout.config_value(config, field, None if field in layout.optional else "nothing")
             if field == "full_attention_interval" and "layer_types" in config:
                 actual = _full_attention_interval(config["layer_types"], field, config)
             if actual != expected:

@@ -8,7 +8,7 @@ Shapes were checked against the published files to the byte; names are those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
@@ -20,26 +20,41 @@ QUANTISED_PARTS = ("weight", "scales", "biases")
 
 @dataclass(frozen=True)
 class Family:
-    """Names and shapes of one model family in MLX's checkpoint layout.
+    """Names and shapes of one model family in MLX's checkpoint layout; fields are mlx-lm's (`ModelArgs`).
 
     Attributes:
         name: the `family` of a tier.
         layer_prefix: path of decoder layer N, with `{n}` for N.
-        experts: path of the stacked routed experts below a layer.
+        embedding: path of the token embedding.
+        experts: path of the stacked routed experts below a layer, in mlx-lm's network and in what it converts.
         router: path of the router below a layer.
-        required: architecture fields that the family's shapes are made of.
+        required: architecture fields that the family's shapes are made of, whole numbers from 1.
         layer_modules: (architecture, layer) -> {path below the layer: (in_features, out_features)} of the linear
             modules that a recovery LoRA may sit on.
         is_moe: (architecture, layer) -> whether the layer has routed experts.
+        expert_bias: name of the expert bias below the router of a family whose router chooses the experts and their
+            weights itself (sigmoid_group). None: its router is a linear layer, and the block chooses by its logits.
+        from_zero: fields like the required ones, but whole numbers from 0. optional: whole numbers from 1, or absent,
+            or null in config.json.
+        num_experts: the field that counts the routed experts of a layer.
+        aliases: {field: the name that transformers saves it under}; where config.json has that name, it counts.
+        other_experts: further paths below a layer under which published files hold the experts.
     """
 
     name: str
     layer_prefix: str
+    embedding: str
     experts: str
     router: str
     required: tuple[str, ...]
     layer_modules: Callable[[Architecture, int], dict[str, tuple[int, int]]]
-    is_moe: Callable[[Architecture, int], bool]
+    is_moe: Callable[[Architecture, int], bool] = lambda arch, layer: True
+    expert_bias: str | None = None
+    from_zero: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    num_experts: str = "num_experts"
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    other_experts: tuple[str, ...] = ()
 
     def layer_path(self, layer: int) -> str:
         """Path of decoder layer `layer`, e.g. `language_model.model.layers.3`."""
@@ -57,9 +72,15 @@ class Family:
         """Indices of the layers with routed experts."""
         return tuple(n for n in range(arch["num_hidden_layers"]) if self.is_moe(arch, n))
 
-    def expert_tensor(self, layer: int, projection: str, part: str) -> str:
-        """Name of one stacked expert tensor, e.g. `...layers.3.mlp.switch_mlp.up_proj.scales`."""
-        return f"{self.layer_path(layer)}.{self.experts}.{projection}.{part}"
+    def expert_tensors(self, layer: int, projection: str, part: str) -> tuple[str, ...]:
+        """The names that one stacked expert tensor may have, e.g. `...layers.3.mlp.switch_mlp.up_proj.scales`."""
+        paths = (self.experts, *self.other_experts)
+        return tuple(f"{self.layer_path(layer)}.{path}.{projection}.{part}" for path in paths)
+
+    def config_value(self, config: Mapping[str, Any], name: str, default: Any) -> Any:
+        """An architecture field in the text part of a config.json, whoever saved it; `default` if it has none."""
+        alias = self.aliases.get(name, name)
+        return config[alias] if alias in config else config.get(name, default)
 
 
 def _qwen3_5_modules(arch: Architecture, layer: int) -> dict[str, tuple[int, int]]:
@@ -91,10 +112,42 @@ def _qwen3_5_modules(arch: Architecture, layer: int) -> dict[str, tuple[int, int
     }
 
 
+def _bailing_moe_v3_modules(arch: Architecture, layer: int) -> dict[str, tuple[int, int]]:
+    hidden, heads = arch["hidden_size"], arch["num_attention_heads"]
+    if (layer + 1) % arch["layer_group_size"] == 0:  # multi-head latent attention
+        queries, rank = heads * (arch["qk_nope_head_dim"] + arch["qk_rope_head_dim"]), arch.get("q_lora_rank")
+        values, latent = heads * arch["v_head_dim"], arch["kv_lora_rank"]
+        modules = {
+            **(
+                {"q_proj": (hidden, queries)}
+                if rank is None
+                else {"q_a_proj": (hidden, rank), "q_b_proj": (rank, queries)}
+            ),
+            "kv_a_proj_with_mqa": (hidden, latent + arch["qk_rope_head_dim"]),
+            "kv_b_proj": (latent, heads * arch["qk_nope_head_dim"] + values),
+            "g_proj": (hidden, heads),
+            "dense": (values, hidden),
+        }
+    else:  # Kimi delta attention
+        width = heads * arch["head_dim"]
+        modules = {f"{name}_proj": (hidden, width) for name in ("q", "k", "v", "f", "g")}
+        modules |= {"b_proj": (hidden, heads), "o_proj": (width, hidden)}
+    if layer < arch["first_k_dense_replace"]:
+        mlp, width = "mlp", arch["intermediate_size"]
+    else:
+        mlp, width = "mlp.shared_experts", arch["moe_intermediate_size"] * arch["num_shared_experts"]
+    return {f"attention.{name}": shape for name, shape in modules.items()} | {
+        f"{mlp}.gate_proj": (hidden, width),
+        f"{mlp}.up_proj": (hidden, width),
+        f"{mlp}.down_proj": (width, hidden),
+    }
+
+
 _FAMILIES = {
     "qwen3_5_moe": Family(
         name="qwen3_5_moe",
         layer_prefix="language_model.model.layers.{n}",
+        embedding="language_model.model.embed_tokens",
         experts="mlp.switch_mlp",
         router="mlp.gate",
         required=(
@@ -104,7 +157,30 @@ _FAMILIES = {
             "linear_num_value_heads", "linear_value_head_dim", "linear_conv_kernel_dim",
         ),
         layer_modules=_qwen3_5_modules,
-        is_moe=lambda arch, layer: True,
+    ),
+    "bailing_moe_v3": Family(
+        name="bailing_moe_v3",
+        layer_prefix="model.layers.{n}",
+        embedding="model.word_embeddings",
+        experts="mlp.switch_mlp",
+        other_experts=("mlp.experts",),
+        router="mlp.gate",
+        expert_bias="expert_bias",
+        required=(
+            "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_experts",
+            "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "layer_group_size",
+            "num_attention_heads", "head_dim", "short_conv_kernel_size", "kv_lora_rank", "qk_nope_head_dim",
+            "qk_rope_head_dim", "v_head_dim",
+        ),
+        from_zero=("first_k_dense_replace",),
+        optional=("q_lora_rank",),
+        aliases={
+            "head_dim": "linear_head_dim",  # transformers saves the rotary width as head_dim
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_group": "num_expert_group",
+        },
+        layer_modules=_bailing_moe_v3_modules,
+        is_moe=lambda arch, layer: layer >= arch["first_k_dense_replace"],
     ),
 }  # fmt: skip
 

@@ -107,7 +107,7 @@ class Tier:
 
     @property
     def num_experts(self) -> int:
-        return self.architecture["num_experts"]
+        return self.architecture[self.layout.num_experts]
 
     @property
     def base_k(self) -> int:
@@ -230,9 +230,9 @@ def _text(field: str, value: Any) -> str:
     return value
 
 
-def _count(field: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_COUNT:
-        raise Edge0Error(f"tier.{field}: {value!r} is not a whole number of at least 1 (and at most {MAX_COUNT})")
+def _count(field: str, value: Any, least: int = 1) -> int:
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise Edge0Error(f"tier.{field}: {value!r} is not a whole number of at least {least} (and at most {MAX_COUNT})")
     return value
 
 
@@ -256,7 +256,7 @@ def _list(field: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 def _validate(tier: Tier) -> None:
     layout = tier.layout
-    missing = [name for name in layout.required if name not in tier.architecture]
+    missing = [name for name in (*layout.required, *layout.from_zero) if name not in tier.architecture]
     if missing:
         raise Edge0Error(
             f"tier.architecture: {', '.join(missing)} missing for family {tier.family}; copy from the base's config.json"
@@ -271,6 +271,11 @@ def _validate(tier: Tier) -> None:
             raise Edge0Error(f"tier.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
     for name in layout.required:
         _count(f"architecture.{name}", tier.architecture[name])
+    for name in layout.from_zero:
+        _count(f"architecture.{name}", tier.architecture[name], least=0)
+    for name in layout.optional:
+        if tier.architecture.get(name) is not None:
+            _count(f"architecture.{name}", tier.architecture[name])
     if tier.num_layers > MAX_LAYERS:
         raise Edge0Error(f"tier.architecture.num_hidden_layers: {tier.num_layers} is more than {MAX_LAYERS}")
     if tier.k > tier.num_experts:
@@ -288,6 +293,10 @@ def _validate(tier: Tier) -> None:
         )
 
     moe = set(layout.moe_layers(tier.architecture))
+    if not moe:
+        raise Edge0Error(
+            f"tier.architecture: none of its {tier.num_layers} layers has routed experts; choose a MoE base"
+        )
     if not tier.owners or list(tier.owners) != sorted(set(tier.owners)):
         raise Edge0Error(f"tier.owners: {list(tier.owners)} must be layer indices, rising and each once")
     outside = [n for n in tier.owners if n not in moe or n + 1 not in moe]

@@ -128,7 +128,8 @@ def _locate(checkpoint: Checkpoint, tier: Tier, layer: int, offenders: list[str]
     """The nine expert tensors of a layer; what is wrong with one is added to `offenders`."""
     for projection in PROJECTIONS:
         for part in QUANTISED_PARTS:
-            name = tier.layout.expert_tensor(layer, projection, part)
+            names = tier.layout.expert_tensors(layer, projection, part)
+            name = next((name for name in names if name in checkpoint.entries), names[0])
             if name not in checkpoint.entries:
                 offenders.append(f"{name} is missing")
                 continue

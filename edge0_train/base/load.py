@@ -83,12 +83,11 @@ def empty_model(text_config: Mapping[str, Any], names: FamilyNames, dtype: torch
     Raises:
         Edge0Error: a config value at which transformers and mlx-lm compute different things.
     """
-    for field, value in names.agreed.items():
-        if text_config.get(field, value) != value:
-            raise Edge0Error(
-                f"config.json {field}: {text_config[field]!r}; transformers and mlx-lm agree only at {value!r}, "
-                "so what is trained would not be what is served: choose another model"
-            )
+    raise_problems(
+        "config.json",
+        list(names.disagreements(text_config)),
+        "what is trained would not be what is served: choose another model",
+    )
     fields = {key: value for key, value in text_config.items() if key not in _NOT_ARCHITECTURE}
     config = AutoConfig.for_model(names.hf_model_type, **fields)
     with torch.device("meta"):

@@ -89,21 +89,24 @@ class Target:
 class Job:
     """One transformers parameter: the tensors it is read from and the MLX tensors it becomes.
 
-    `experts`: per target, the source's tensor of each expert; () if the parameter is one tensor, `whole`.
+    Attributes:
+        whole: the source's tensor, if it is one. parts: else per target the source's tensor, or one of each expert.
+        config: of the model.
     """
 
     link: Link
     whole: str
-    experts: tuple[tuple[str, ...], ...]
+    parts: tuple[tuple[str, ...], ...]
     targets: tuple[Target, ...]
+    config: Mapping[str, Any]
 
     def tensors(self, source: Checkpoint) -> Iterator[torch.Tensor]:
         """The float MLX tensors, one per target."""
-        if self.experts:
-            for names in self.experts:
-                yield torch.stack([read_tensor(*source.entries[name]) for name in names])
-        else:
-            yield from self.link.to_mlx(read_tensor(*source.entries[self.whole]))
+        for names in self.parts:
+            tensors = [read_tensor(*source.entries[name]) for name in names]
+            yield self.link.part(torch.stack(tensors) if self.link.per_expert else tensors[0])
+        if not self.parts:
+            yield from self.link.to_mlx(read_tensor(*source.entries[self.whole]), self.config)
 
     def nbytes(self) -> int:
         return sum(_nbytes(*kind) for target in self.targets for kind in target.stored().values())
@@ -186,7 +189,7 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
     # mlx-lm's rule: a flat config's `dtype` does not count. None leaves every tensor in its own dtype.
     cast = _CAST_DTYPES.get(config.get("torch_dtype") or config.get("text_config", {}).get("dtype"))
     shapes = parameter_shapes(empty_model(text_config, names, torch.float32))
-    wanted = [name for name in source.entries if not names.is_dropped(name)]
+    wanted = [name for name in source.entries if not names.is_dropped(name, text_config)]
     on_disk = {names.hf_name(name): name for name in wanted}
     left_over = set(on_disk)
     jobs: list[Job] = []
@@ -196,16 +199,20 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
         if on_disk[names.hf_name(name)] != name
     ]
     for hf_name, shape in shapes.items():
-        link = names.link_of_hf(hf_name)
-        if link is None:
-            problems.append(f"{hf_name}: a parameter of the transformers model without a row in names.py")
+        links = names.links_of_hf(hf_name, text_config)
+        if not links:
+            problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
             continue
-        parts = [tuple(part.shape) for part in link.to_mlx(torch.empty(shape, device="meta"))]
+        link = links[0]
+        made = link.to_mlx(torch.empty(shape, device="meta"), text_config)
+        shapes_mlx = [tuple(tensor.shape) for tensor in made]
         pieces = {hf_name: tuple(shape)}
-        experts: tuple[tuple[str, ...], ...] = ()
-        if link.per_expert and hf_name not in on_disk:
-            experts = tuple(tuple(n.replace("{e}", str(e)) for e in range(shape[0])) for n in link.per_expert)
-            pieces = {name: part[1:] for group, part in zip(experts, parts, strict=True) for name in group}
+        parts: tuple[tuple[str, ...], ...] = ()
+        if link.disk and hf_name not in on_disk:
+            count = shape[0] if link.per_expert else 1
+            parts = tuple(tuple(name.replace("{e}", str(e)) for e in range(count)) for name in link.disk)
+            on_part = [tuple(link.part(tensor).shape)[link.per_expert :] for tensor in made]
+            pieces = {name: part for group, part in zip(parts, on_part, strict=True) for name in group}
         found = {name: source.entries[on_disk[name]][1] for name in pieces if name in on_disk}
         left_over.difference_update(found)
         problems += [f"{name}: missing" for name in pieces if name not in found]
@@ -216,7 +223,7 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
         ]
         dtypes = {entry.dtype for entry in found.values()}
         if len(dtypes) > 1:
-            problems.append(f"{hf_name}: its experts have different dtypes, {', '.join(sorted(dtypes))}")
+            problems.append(f"{hf_name}: its parts have different dtypes, {', '.join(sorted(dtypes))}")
         if problems:
             continue
         stored = TORCH_DTYPES[dtypes.pop()]
@@ -225,8 +232,9 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
             Job(
                 link,
                 on_disk.get(hf_name, ""),
-                tuple(tuple(on_disk[name] for name in group) for group in experts),
-                tuple(Target(name, part, dtype, _bits(link, part)) for name, part in zip(link.mlx, parts, strict=True)),
+                tuple(tuple(on_disk[name] for name in group) for group in parts),
+                tuple(Target(*kind, dtype, _bits(link, kind[1])) for kind in zip(link.mlx, shapes_mlx, strict=True)),
+                text_config,
             )
         )
     problems += [f"{on_disk[name]}: the model has no place for it" for name in sorted(left_over)]

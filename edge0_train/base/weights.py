@@ -72,32 +72,23 @@ class MlxWeights:
             Edge0Error: lists every tensor that is missing, left over, of a wrong shape or dtype, or that
                 contradicts config.json.
         """
-        dropped = tuple(sorted(filter(names.is_dropped, checkpoint.entries)))
+        config = checkpoint.text_config()
+        dropped = tuple(sorted(name for name in checkpoint.entries if names.is_dropped(name, config)))
         left_over = set(checkpoint.entries) - set(dropped)
         links: dict[str, Link] = {}
         quantised: dict[str, Quantisation] = {}
         problems: list[str] = []
         for hf_name, shape in shapes.items():
-            link = names.link_of_hf(hf_name)
-            if link is None:
-                problems.append(f"{hf_name}: a parameter of the transformers model without a row in names.py")
+            forms = [_Form.of(checkpoint, link, shape) for link in names.links_of_hf(hf_name, config)]
+            if not forms:
+                problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
                 continue
-            links[hf_name] = link
-            found: list[tuple[int, ...]] = []
-            for name in link.mlx:
+            form = min(forms, key=lambda form: len(form.problems))  # the first that fits, or the likeliest
+            links[hf_name] = form.link
+            quantised |= form.quantised
+            problems += form.problems
+            for name in form.link.mlx:
                 left_over.difference_update((name, *_sidecars(name)))
-                try:
-                    how = _stored_as(checkpoint, name)
-                except Edge0Error as problem:
-                    problems.append(str(problem))
-                    continue
-                found.append(_entry(checkpoint, name).shape)
-                if how is not None:
-                    quantised[name.removesuffix(".weight")] = how
-                    found[-1] = (*found[-1][:-1], found[-1][-1] * 32 // how.bits)
-            if len(found) == len(link.mlx) and not _fits(link, found, shape):
-                listed = ", ".join(f"{name} {list(one)}" for name, one in zip(link.mlx, found, strict=True))
-                problems.append(f"{listed}: cannot be the model's {hf_name} {list(shape)}")
         problems += [f"{name}: the model has no place for it" for name in sorted(left_over)]
         raise_problems(
             f"{checkpoint.directory}: tensors do not fit the model that config.json describes",
@@ -145,6 +136,35 @@ def _check_finite(checkpoint: Checkpoint, name: str, values: torch.Tensor) -> No
         )
 
 
+@dataclass(frozen=True)
+class _Form:
+    """One row of the name table, compared with a checkpoint: does it hold the parameter in this form?"""
+
+    link: Link
+    quantised: Mapping[str, Quantisation]
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, link: Link, shape: tuple[int, ...]) -> _Form:
+        found: list[tuple[int, ...]] = []
+        quantised: dict[str, Quantisation] = {}
+        problems: list[str] = []
+        for name in link.mlx:
+            try:
+                how = _stored_as(checkpoint, name)
+            except Edge0Error as problem:
+                problems.append(str(problem))
+                continue
+            found.append(_entry(checkpoint, name).shape)
+            if how is not None:
+                quantised[name.removesuffix(".weight")] = how
+                found[-1] = (*found[-1][:-1], found[-1][-1] * 32 // how.bits)
+        if len(found) == len(link.mlx) and not _fits(link, found, shape):
+            listed = ", ".join(f"{name} {list(one)}" for name, one in zip(link.mlx, found, strict=True))
+            problems.append(f"{listed}: cannot be the model's {link.hf} {list(shape)}")
+        return cls(link, quantised, tuple(problems))
+
+
 def _sidecars(name: str) -> tuple[str, ...]:
     """Names of the scales and biases that a quantised `.weight` comes with."""
     module = name.removesuffix(".weight")
@@ -156,8 +176,10 @@ def _entry(checkpoint: Checkpoint, name: str) -> TensorEntry:
 
 
 def _fits(link: Link, found: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    same_rank = {len(one) for one in found} == {len(shape)}
-    return same_rank and link.hf_shape(found) == shape
+    try:
+        return link.hf_shape(found) == shape
+    except (RuntimeError, IndexError):  # not even of the right rank
+        return False
 
 
 def _stored_as(checkpoint: Checkpoint, name: str) -> Quantisation | None:

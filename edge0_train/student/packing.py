@@ -55,7 +55,7 @@ class Documents:
 
 
 def isolate_documents(model: Any, current: Callable[[], Documents | None]) -> None:
-    """Hook every recurrent mixer (`linear_attn`) of `model`: it runs document by document while `current()` is not None."""
+    """Hook every recurrent mixer of `model`: it runs document by document while `current()` is not None."""
 
     def before(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         documents = current()
@@ -67,8 +67,9 @@ def isolate_documents(model: Any, current: Callable[[], Documents | None]) -> No
         documents = current()
         return None if documents is None else documents.put_together(output, documents.position_BT.shape)
 
-    for layer in model.model.layers:
-        mixer = getattr(layer, "linear_attn", None)
-        if mixer is not None:
+    kinds = getattr(model.config, "layer_types", None) or []  # families without recurrent layers may lack it
+    for layer, kind in zip(model.model.layers, kinds, strict=False):
+        if kind == "linear_attention":
+            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
             mixer.register_forward_pre_hook(before, with_kwargs=True)
             mixer.register_forward_hook(after, with_kwargs=True)

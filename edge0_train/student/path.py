@@ -1,11 +1,11 @@
 """The student path: prediction IS routing, in parallel over a sequence and token by token with a cache.
 
-The path touches the base at one point only: a forward hook on every layer's router (`mlp.gate` in all of transformers'
-MoE families). The hook sees the layer's MoE input h(N, t) and its own router logits, and its return value is the routing
-that the block executes. Layer N+1's routing at input t needs layer N's features at input t-1 alone (docs/method.md 1.5), so
-one pass over a whole sequence shifts the features by one position and evaluates each head where its routing is used; a decode
-step is the same code with the last position's features carried over in a `PrerouterState`. Being evaluated where it is used, a
-token-aware head (`Tier.token_aware`) finds the token that it may see at its own position.
+The path touches the base at one point only: a forward hook on every layer's router (`mlp.gate`, which returns logits,
+weights and indices, in all families here). The hook sees the layer's MoE input h(N, t) and its own router logits, and its
+return value is the routing that the block executes. Layer N+1's routing at input t needs layer N's features at input t-1 alone
+(docs/method.md 1.5), so one pass over a whole sequence shifts the features by one position and evaluates each head where its
+routing is used; a decode step is the same code with the last position's features carried over in a `PrerouterState`. Being
+evaluated where it is used, a token-aware head (`Tier.token_aware`) finds the token that it may see at its own position.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_names_of_the_expert_tensors_and_the_bytes_of_one_expert():
     """The published files: one expert of the 35b is 1,769,472 bytes, one layer 452,984,832."""
     arch = builtin_tier("35b").architecture
     layout = family("qwen3_5_moe")
-    name = layout.expert_tensor(3, "up_proj", "scales")
+    (name,) = layout.expert_tensors(3, "up_proj", "scales")
     assert name == "language_model.model.layers.3.mlp.switch_mlp.up_proj.scales"
     weights = 3 * arch["hidden_size"] * arch["moe_intermediate_size"]
     assert weights // 2 + 2 * 2 * weights // 64 == 1_769_472

@@ -22,8 +22,8 @@ def shapes(**overrides) -> dict[str, tuple[int, ...]]:
 
 
 def test_every_parameter_has_a_row_and_every_row_a_parameter() -> None:
-    links = {name: NAMES.link_of_hf(name) for name in shapes()}
-    assert [name for name, link in links.items() if link is None] == []
+    links = {name: NAMES.links_of_hf(name, ARCHITECTURE) for name in shapes()}
+    assert [name for name, found in links.items() if not found] == []
     rows = {re.sub(r"\.layers\.\d+\.", ".layers.{n}.", name) for name in links}
     assert rows == {row.hf for row in NAMES.table}
 
@@ -31,8 +31,8 @@ def test_every_parameter_has_a_row_and_every_row_a_parameter() -> None:
 def test_both_directions_meet() -> None:
     seen: set[str] = set()
     for name in shapes():
-        link = NAMES.link_of_hf(name)
-        assert link is not None and link.hf == name
+        (link,) = NAMES.links_of_hf(name, ARCHITECTURE)
+        assert link.hf == name
         for mlx_name in link.mlx:
             assert NAMES.link_of_mlx(mlx_name) == link
             assert mlx_name not in seen
@@ -42,10 +42,9 @@ def test_both_directions_meet() -> None:
 def test_values_survive_the_way_there_and_back() -> None:
     random = torch.Generator().manual_seed(0)
     for name, shape in shapes().items():
-        link = NAMES.link_of_hf(name)
-        assert link is not None
+        (link,) = NAMES.links_of_hf(name, ARCHITECTURE)
         value = torch.randn(shape, generator=random).bfloat16().float()
-        parts = link.to_mlx(value)
+        parts = link.to_mlx(value, ARCHITECTURE)
         assert len(parts) == len(link.mlx)
         assert link.hf_shape([part.shape for part in parts]) == shape
         back = link.to_hf(parts)
@@ -53,16 +52,15 @@ def test_values_survive_the_way_there_and_back() -> None:
 
 
 def test_gate_and_up_are_the_halves_of_the_fused_experts() -> None:
-    link = NAMES.link_of_hf("model.layers.2.mlp.experts.gate_up_proj")
-    assert link is not None
+    (link,) = NAMES.links_of_hf("model.layers.2.mlp.experts.gate_up_proj", ARCHITECTURE)
     fused = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
-    gate, up = link.to_mlx(fused)
+    gate, up = link.to_mlx(fused, ARCHITECTURE)
     assert [name.split(".layers.")[1] for name in link.mlx] == [
         "2.mlp.switch_mlp.gate_proj.weight",
         "2.mlp.switch_mlp.up_proj.weight",
     ]
     assert torch.equal(gate, fused[:, :3]) and torch.equal(up, fused[:, 3:])
-    assert link.per_expert[1] == "model.layers.2.mlp.experts.{e}.up_proj.weight"
+    assert link.disk[1] == "model.layers.2.mlp.experts.{e}.up_proj.weight"
 
 
 def test_norms_are_shifted_by_one_except_the_gated_one() -> None:
@@ -78,7 +76,7 @@ def test_every_lora_module_of_a_tier_maps_both_ways(name: str) -> None:
     tier = builtin_tier(name)
     paths = tier.lora_modules()
     mapped = [transformers_module(tier.family, path) for path in paths]
-    assert [mlx_module(tier.family, path) for path in mapped] == list(paths)
+    assert [mlx_module(tier.family, path, tier.architecture) for path in mapped] == list(paths)
     if name == "35b":
         assert len(mapped) == 310
 
@@ -96,7 +94,7 @@ def test_a_module_path_by_example() -> None:
         transformers_module("qwen3_5_moe", "language_model.model.layers.3.self_attn.q_proj")
         == "model.layers.3.self_attn.q_proj"
     )
-    assert mlx_module("qwen3_5_moe", "model.layers.13.mlp.shared_expert.up_proj") == (
+    assert mlx_module("qwen3_5_moe", "model.layers.13.mlp.shared_expert.up_proj", ARCHITECTURE) == (
         "language_model.model.layers.13.mlp.shared_expert.up_proj"
     )
 
@@ -124,9 +122,9 @@ def test_an_unknown_family_names_the_known_ones() -> None:
 
 def test_only_vision_and_multi_token_prediction_are_dropped() -> None:
     for name in ("vision_tower.blocks.0.weight", "model.visual.patch.weight", "mtp.fc.weight"):
-        assert NAMES.is_dropped(name)
+        assert NAMES.is_dropped(name, ARCHITECTURE)
     for name in ("language_model.model.norm.weight", "lm_head.weight", "model.layers.0.mtp_gate.weight"):
-        assert not NAMES.is_dropped(name)
+        assert not NAMES.is_dropped(name, ARCHITECTURE)
 
 
 def test_a_flat_config_is_nested_and_completed_for_mlx() -> None:

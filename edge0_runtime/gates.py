@@ -1,0 +1,89 @@
+"""The gates of a served network: a layer's own, or a head's prediction in its place (docs/method.md 1.2, 1.3).
+
+mlx-lm's blocks come in two kinds. In softmax-top-k families the gate is a linear layer and the block chooses by its
+logits; in sigmoid-group families the gate itself returns experts and weights. Either way one submodule is replaced, and
+what is predicted is what is routed. T tokens, D hidden size, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from edge0_runtime.contract.tier import Tier
+from edge0_runtime.prerouter import Prerouter
+from edge0_runtime.routing import RoutingLog, route, scores
+
+
+def prerouted(block: Any, layer: int, tier: Tier, prerouter: Prerouter | None, log: RoutingLog) -> None:
+    """Put the prerouter before the gate of a MoE block, which takes the tier's K from now on.
+
+    Without a prerouter the gate is always the layer's own, and logged all the same.
+    """
+    chooses = tier.layout.expert_bias is not None
+    chooser = block.gate if chooses else block
+    chooser.top_k = tier.k
+    chooser.norm_topk_prob = True  # docs/method.md 1.2; a config may lack the field
+    block.gate = (PreroutedChoice if chooses else PreroutedGate)(block.gate, layer, tier, prerouter, log)
+
+
+class PreroutedGate(nn.Module):
+    """Drop-in for a softmax-top-k block's `mlp.gate`: x [..., T, D] -> router logits [..., T, E]."""
+
+    def __init__(self, inner: nn.Module, layer: int, tier: Tier, prerouter: Prerouter | None, log: RoutingLog) -> None:
+        super().__init__()
+        self.inner = inner
+        self._layer, self._tier, self._prerouter, self._log = layer, tier, prerouter, log
+
+    def __call__(self, x: mx.array) -> Any:
+        layer, prerouter = self._layer, self._prerouter
+        if prerouter is None:
+            return self._own(x)
+        prerouter.observe_input(layer, x.reshape(-1, x.shape[-1]))
+        if not prerouter.predicts(layer):
+            own = self._own(x)
+            if prerouter.wants_own_choice(layer):
+                prerouter.observe_own_choice(layer, self._choice(own))
+            return own
+        if prerouter.wants_own_choice(layer):
+            prerouter.observe_own_choice(layer, self._choice(self.inner(x)))
+        if x.size != x.shape[-1]:
+            raise RuntimeError(f"layer {layer}: a predicted step has one token, got {x.shape[:-1]}")
+        logits_E = prerouter.prediction(layer)
+        self._log.scores[layer] = scores(self._tier.router, logits_E)
+        return self._routing(logits_E, x)
+
+    def _own(self, x: mx.array) -> Any:
+        own = self.inner(x)
+        self._log.scores[self._layer] = self._own_scores(x, own)
+        return own
+
+    def _own_scores(self, x: mx.array, own: Any) -> mx.array:
+        """[E], what the own gate chooses by at the last token. Lazy: costs nothing unless someone looks."""
+        return scores(self._tier.router, own.reshape(-1, own.shape[-1])[-1])
+
+    def _choice(self, own: Any) -> mx.array:
+        """[<=2, K], what the own gate chooses at the last two tokens."""
+        return route(self._tier.router, own.reshape(-1, own.shape[-1])[-2:], self._tier.k)[0]
+
+    def _routing(self, logits_E: mx.array, x: mx.array) -> Any:
+        """What the block gets of predicted logits."""
+        return logits_E.reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+
+class PreroutedChoice(PreroutedGate):
+    """Drop-in for a sigmoid-group block's `mlp.gate`: x [..., T, D] -> (experts [..., T, K], their weights)."""
+
+    def _own_scores(self, x: mx.array, own: Any) -> mx.array:
+        x_D = x.reshape(-1, x.shape[-1])[-1].astype(mx.float32)
+        bias_E = self.inner[self._tier.layout.expert_bias]
+        return scores(self._tier.router, self.inner.weight.astype(mx.float32) @ x_D, bias_E)
+
+    def _choice(self, own: Any) -> mx.array:
+        return own[0].reshape(-1, self._tier.k)[-2:]
+
+    def _routing(self, logits_E: mx.array, x: mx.array) -> Any:
+        indices_K, weights_K = route(self._tier.router, logits_E, self._tier.k)
+        return indices_K.reshape(*x.shape[:-1], -1), weights_K.reshape(*x.shape[:-1], -1)
