@@ -65,9 +65,28 @@ def written(tmp_path, nano, tensors, provenance):
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "head_bytes", "pairs", "lora_bytes"), [("35b", 33, 138_412_032, 310, 42_332_160)]
-)
-def test_payloads_of_the_published_tiers_to_the_byte(name, heads, head_bytes, pairs, lora_bytes):
+    ("name", "heads", "head_bytes", "pairs", "lora_bytes", "examples"),
+    [
+        ("35b", 33, 138_412_032, 310, 42_332_160, {
+            "layers.38.fc1.weight": (512, 2560),
+            "language_model.model.layers.3.self_attn.q_proj.lora_B": (8192, 16),
+            "language_model.model.layers.0.linear_attn.out_proj.lora_A": (16, 4096),
+        }),
+        ("8b", 16, 38_797_312, 153, 16_379_904, {
+            "layers.22.fc1.weight": (512, 1792),
+            "layers.7.linear_init.weight": (128, 1792),
+            "model.layers.0.mlp.down_proj.lora_A": (16, 4608),
+            "model.layers.1.attention.b_proj.lora_B": (16, 16),
+            "model.layers.1.attention.g_proj.lora_B": (2048, 16),
+            "model.layers.3.attention.g_proj.lora_B": (16, 16),
+            "model.layers.3.attention.kv_b_proj.lora_A": (16, 512),
+            "model.layers.3.attention.kv_b_proj.lora_B": (4096, 16),
+            "model.layers.23.attention.q_b_proj.lora_B": (3072, 16),
+            "model.layers.23.attention.dense.lora_A": (16, 2048),
+        }),
+    ],
+)  # fmt: skip
+def test_payloads_of_the_published_tiers_to_the_byte(name, heads, head_bytes, pairs, lora_bytes, examples):
     def f16_bytes(shapes):
         return sum(2 * out * inner for out, inner in shapes.values())
 
@@ -76,10 +95,8 @@ def test_payloads_of_the_published_tiers_to_the_byte(name, heads, head_bytes, pa
     assert f16_bytes(tier.head_tensors()) == head_bytes
     assert len(tier.lora_tensors()) == 2 * pairs
     assert f16_bytes(tier.lora_tensors()) == lora_bytes
-    assert tier.head_tensors()["layers.38.fc1.weight"] == (512, 2560)
-    prefix = "language_model.model.layers."
-    assert tier.lora_tensors()[f"{prefix}3.self_attn.q_proj.lora_B"] == (8192, 16)
-    assert tier.lora_tensors()[f"{prefix}0.linear_attn.out_proj.lora_A"] == (16, 4096)
+    tensors = tier.head_tensors() | tier.lora_tensors()
+    assert {key: tensors[key] for key in examples} == examples
 
 
 # -- round trip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge0_runtime.contract import Checkpoint, Edge0Error, write_atomic
+from edge0_runtime.contract import Checkpoint, Edge0Error, builtin_tier, write_atomic
+from edge0_runtime.contract.tier import Router
 
 INDEX = "model.safetensors.index.json"
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -266,3 +268,46 @@ def test_the_attention_interval_is_derived_from_layer_types(nano, explicit):
         with pytest.raises(Edge0Error) as error:
             checkpoint_with(config | {"layer_types": types}).check_architecture(nano)
         assert f"full_attention_interval: tier nano has 4, config.json has {has}" in str(error.value)
+
+
+LING_CONFIG = dict(builtin_tier("8b").architecture) | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+AS_TRANSFORMERS_SAVES = {
+    "head_dim": 64, "linear_head_dim": 128, "num_expert_group": 8, "num_experts_per_token": 8,
+}  # fmt: skip
+
+
+def test_fields_count_under_the_name_that_transformers_saves_them_under():
+    tier = builtin_tier("8b")
+    checkpoint_with(LING_CONFIG).check_architecture(tier)
+    saved = LING_CONFIG | AS_TRANSFORMERS_SAVES
+    del saved["n_group"], saved["num_experts_per_tok"]
+    checkpoint_with(saved).check_architecture(tier)
+    with pytest.raises(Edge0Error, match=r"head_dim: tier 8b has 128, config\.json has 64"):
+        checkpoint_with(saved | {"linear_head_dim": 64}).check_architecture(tier)
+
+
+def test_how_a_router_chooses_is_part_of_the_architecture():
+    tier = builtin_tier("8b")
+    wrong = LING_CONFIG | {"n_group": 4, "routed_scaling_factor": 1.0}
+    del wrong["topk_group"]
+    with pytest.raises(Edge0Error) as error:
+        checkpoint_with(wrong).check_architecture(tier)
+    for reason in ("n_group: tier 8b has 8, config.json has 4", "topk_group: tier 8b has 4, config.json has nothing",
+                   "routed_scaling_factor: tier 8b has 2.5, config.json has 1.0"):  # fmt: skip
+        assert reason in str(error.value)
+    softmax = dataclasses.replace(tier, router=Router("softmax_topk"))
+    with pytest.raises(Edge0Error, match=r"router\.kind: tier 8b has softmax_topk, bailing_moe_v3 routes otherwise"):
+        checkpoint_with(LING_CONFIG).check_architecture(softmax)
+
+
+def test_an_optional_number_must_be_absent_where_the_tier_has_none():
+    tier = builtin_tier("8b")
+    numbers = {name: value for name, value in tier.architecture.items() if name != "q_lora_rank"}
+    tier = dataclasses.replace(tier, architecture=numbers)
+    for value in (None, 256):
+        config = LING_CONFIG | {"q_lora_rank": value}
+        if value is None:
+            checkpoint_with(config).check_architecture(tier)
+        else:
+            with pytest.raises(Edge0Error, match=r"q_lora_rank: tier 8b has None, config\.json has 256"):
+                checkpoint_with(config).check_architecture(tier)

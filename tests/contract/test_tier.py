@@ -32,7 +32,7 @@ def grouped(data: dict, **router) -> dict:
 # -- reading
 
 
-@pytest.mark.parametrize("name", ["35b", "nano"])
+@pytest.mark.parametrize("name", ["35b", "8b", "nano"])
 def test_a_built_in_tier_survives_json(name):
     assert name in builtin_tier_names()
     tier = builtin_tier(name)
@@ -209,3 +209,49 @@ def test_names_of_the_expert_tensors_and_the_bytes_of_one_expert():
     weights = 3 * arch["hidden_size"] * arch["moe_intermediate_size"]
     assert weights // 2 + 2 * 2 * weights // 64 == 1_769_472
     assert layout.moe_layers(arch) == tuple(range(40))
+
+
+def test_layers_and_modules_of_the_8b():
+    """24 layers: the first dense, every fourth latent attention; one expert of the published file is 1,327,104 bytes."""
+    tier = builtin_tier("8b")
+    assert tier.layout.moe_layers(tier.architecture) == tuple(range(1, 24))
+    assert tier.layout.expert_tensors(5, "up_proj", "scales") == (
+        "model.layers.5.mlp.switch_mlp.up_proj.scales", "model.layers.5.mlp.experts.up_proj.scales",
+    )  # fmt: skip
+    weights = 3 * tier.hidden_size * tier.architecture["moe_intermediate_size"]
+    assert 23 * tier.num_experts * (weights // 2 + 2 * 2 * weights // 64) == 3_906_994_176
+    modules = tier.lora_modules()
+    latent = {int(path.split(".")[2]) for path in modules if path.endswith("kv_b_proj")}
+    assert latent == {3, 7, 11, 15, 19, 23} == {int(p.split(".")[2]) for p in modules if p.endswith("dense")}
+    assert {path for path in modules if ".mlp." in path} == {
+        f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")
+    }
+    assert "model.layers.1.mlp.shared_experts.up_proj" in tier.layout.linear_modules(tier.architecture)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reasons"),
+    [
+        ({"first_k_dense_replace": -1}, ("architecture.first_k_dense_replace: -1", "at least 0")),
+        ({"first_k_dense_replace": None}, ("architecture.first_k_dense_replace: None",)),
+        ({"first_k_dense_replace": 24}, ("none of its 24 layers has routed experts",)),
+        ({"first_k_dense_replace": 8}, ("tier.owners: [7]", "8..22")),
+        ({"q_lora_rank": 0}, ("architecture.q_lora_rank: 0",)),
+        ({"q_lora_rank": "256"}, ("architecture.q_lora_rank: '256'",)),
+        ({"kv_lora_rank": None}, ("architecture.kv_lora_rank: None",)),
+    ],
+)
+def test_numbers_that_may_be_zero_or_absent_are_checked_all_the_same(numbers, reasons):
+    data = builtin_tier("8b").to_dict()
+    refused(data | {"architecture": data["architecture"] | numbers}, *reasons)
+
+
+def test_a_dense_layer_or_a_low_rank_query_may_be_absent():
+    data = builtin_tier("8b").to_dict()
+    numbers = dict(data["architecture"]) | {"first_k_dense_replace": 0}
+    del numbers["q_lora_rank"]
+    tier = Tier.from_dict(data | {"architecture": numbers, "lora": data["lora"] | {"targets": ["attention.q_proj"]}})
+    assert tier.layout.moe_layers(numbers) == tuple(range(24))
+    assert tier.lora_modules()["model.layers.3.attention.q_proj"] == (1536, 16 * 192)
+    del numbers["first_k_dense_replace"]
+    refused(data | {"architecture": numbers}, "first_k_dense_replace missing")

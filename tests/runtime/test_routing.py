@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract.tier import Router
-from edge0_runtime.routing import route
+from edge0_runtime.routing import choice_gap, route, scores
 
 SIGMOID = Router("sigmoid_group", n_group=8, topk_group=4, scaling=2.5)
 
@@ -57,3 +57,40 @@ def test_sigmoid_group(biased: bool) -> None:
 def test_leading_shapes_are_kept() -> None:
     indices, weights = route(SIGMOID, mx.zeros((2, 3, 64)), 8)
     assert indices.shape == weights.shape == (2, 3, 8)
+
+
+# -- near-ties
+
+
+def choose(router: Router, score_E: np.ndarray, k: int) -> list[int]:
+    groups = np.split(np.arange(len(score_E)), router.n_group)
+    best = sorted(groups, key=lambda g: -np.sort(score_E[g])[-2:].sum())[: router.topk_group]
+    allowed = np.concatenate(best)
+    return allowed[np.argsort(-score_E[allowed])[:k]].tolist()
+
+
+@pytest.mark.parametrize("router", [Router("softmax_topk"), SIGMOID])
+def test_a_choice_that_the_scores_make_has_no_gap_and_one_of_almost_the_same_scores_a_tiny_one(router: Router) -> None:
+    rng = np.random.default_rng(2)
+    changed = 0
+    for _ in range(300):
+        score_E = np.array(scores(router, mx.array(rng.standard_normal(64).astype(np.float32))))
+        own = choose(router, score_E, 8)
+        assert choice_gap(router, score_E, own) <= 0
+        noise = 1e-2 * score_E.std()
+        other = choose(router, score_E + rng.uniform(-noise, noise, 64), 8)
+        assert choice_gap(router, score_E, other) <= 4 * noise  # a group's score is a sum of two
+        changed += set(other) != set(own)
+        swapped = [*own[:-1], int(score_E.argmin())]
+        assert choice_gap(router, score_E, swapped) > 50 * noise
+    assert changed > 3
+
+
+def test_gaps_by_hand() -> None:
+    router = Router("sigmoid_group", n_group=3, topk_group=2)
+    score_E = np.array([0.9, 0.1, 0.5, 0.4, 0.6, 0.25])  # groups: 1.0, 0.9, 0.85
+    assert choice_gap(router, score_E, [0, 2]) == pytest.approx(-0.05)  # the nearest rival: the third group
+    assert choice_gap(router, score_E, [0, 3]) == pytest.approx(0.1)  # expert 2 leads expert 3
+    assert choice_gap(router, score_E, [0, 4]) == pytest.approx(0.05)  # the second group leads the third
+    assert choice_gap(router, score_E, [2, 4]) == pytest.approx(0.15)  # the first group leads the third
+    assert choice_gap(router, score_E, [0, 2, 4]) == float("inf")  # three groups at once: no scores choose so
