@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import psutil
-from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -26,6 +25,7 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
 from edge0_runtime.gates import prerouted
 from edge0_runtime.lora import apply_lora
+from edge0_runtime.network import load_network
 from edge0_runtime.prerouter import Prerouter
 from edge0_runtime.routing import RoutingLog
 
@@ -97,11 +97,11 @@ class ServedModel:
             budget = _default_budget(self.store) if budget_bytes is None else budget_bytes
             self.cache = ExpertCache(self.store, budget)
             self.log = RoutingLog()
-            self._network = _load_network(checkpoint.directory)
-            self._embed = dict(self._network.named_modules())[tier.layout.embedding]
             # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
             # slower (docs/parity.md 4). On Metal everything stays as the files have it.
             on_cpu = mx.default_device().type == mx.DeviceType.cpu
+            self._network = load_network(checkpoint.directory, tier.layout, float32=on_cpu)
+            self._embed = dict(self._network.named_modules())[tier.layout.embedding]
             adapter_dtype = mx.float32 if on_cpu else mx.float16
             heads = adapters.prerouter
             self.prerouter = None if heads is None else Prerouter(tier, heads.tensors, adapter_dtype)
@@ -232,15 +232,6 @@ def _context_length(checkpoint: Checkpoint) -> int:
 
 def _default_budget(store: ExpertStore) -> int:
     return min(store.total_nbytes, psutil.virtual_memory().total // 4)
-
-
-def _load_network(directory: Path) -> nn.Module:
-    """mlx-lm's model; nothing is read from the files yet."""
-    try:
-        network, _ = load_model(directory, lazy=True)
-    except (ValueError, TypeError, KeyError) as error:
-        raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
-    return network
 
 
 def _evaluate(network: nn.Module) -> None:

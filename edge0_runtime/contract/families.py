@@ -39,6 +39,7 @@ class Family:
         num_experts: the field that counts the routed experts of a layer.
         aliases: {field: the name that transformers saves it under}; where config.json has that name, it counts.
         other_experts: further paths below a layer under which published files hold the experts.
+        ignored: beginnings, below a layer, of the names of tensors in published files that the model has no use for.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Family:
     num_experts: str = "num_experts"
     aliases: Mapping[str, str] = field(default_factory=dict)
     other_experts: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def layer_path(self, layer: int) -> str:
         """Path of decoder layer `layer`, e.g. `language_model.model.layers.3`."""
@@ -164,6 +166,7 @@ _FAMILIES = {
         embedding="model.word_embeddings",
         experts="mlp.switch_mlp",
         other_experts=("mlp.experts",),
+        ignored=("mlp.pregate.",),  # an old copy of prerouter heads
         router="mlp.gate",
         expert_bias="expert_bias",
         required=(

@@ -134,7 +134,7 @@ NAMES = FamilyNames(
         (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
         (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
     ),
-    dropped=(r"model\.layers\.\d+\.mlp\.pregate\.",),  # an old copy of prerouter heads
+    dropped=(),
     spare_layers=True,
     agreed={
         "norm_topk_prob": True,

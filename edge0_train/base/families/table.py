@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from edge0_runtime.contract.families import family
+
 Config = Mapping[str, Any]  # the text part of a config.json, or a tier's architecture
 Change = Literal["same", "one_centred", "conv_axes", "channels", "absorbed"]
 Stored = Literal["float", "int4", "int8"]
@@ -146,8 +148,10 @@ class FamilyNames:
 
     def is_dropped(self, name: str, config: Config) -> bool:
         """Whether a checkpoint's tensor belongs to no text model."""
-        spare = self.spare_layers and _general(name)[1] >= config["num_hidden_layers"]
-        return spare or any(re.match(pattern, name) for pattern in self.dropped)
+        general, layer = _general(name)
+        spare = self.spare_layers and layer >= config["num_hidden_layers"]
+        ignored = general.partition(".layers.{n}.")[2].startswith(family(self.family).ignored)
+        return spare or ignored or any(re.match(pattern, name) for pattern in self.dropped)
 
     def hf_name(self, disk_name: str) -> str:
         """A name in a transformers directory as the state_dict has it; parts (`Link.disk`) stay parts."""

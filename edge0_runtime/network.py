@@ -1,0 +1,80 @@
+"""mlx-lm's network of a checkpoint, also of published files that its own model class would not take as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import _get_classes, load_model
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import PROJECTIONS, Family
+
+Weights = dict[str, mx.array]
+
+
+def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module:
+    """mlx-lm's model of `layout`'s family; nothing is read from the files yet.
+
+    Args:
+        float32: whether it will compute in float32; else in the dtype of the file's scales.
+    """
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model_class, args_class = _get_classes(config)
+        quantization = config.get("quantization") or config.get("quantization_config") or {}
+
+        class Network(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: Weights) -> Weights:
+                weights = as_mlx_lm_names(weights, layout)
+                weights = unpack_absorbed(weights, quantization.get("group_size", 64), float32=float32)
+                return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
+
+        return Network, args_class
+
+    try:
+        network, _ = load_model(directory, lazy=True, get_model_classes=classes)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
+    return network
+
+
+def as_mlx_lm_names(weights: Weights, layout: Family) -> Weights:
+    """Experts under mlx-lm's own path, and without the tensors that belong to no model (`Family.ignored`)."""
+    named = {}
+    for name, value in weights.items():
+        layer, below = _below_its_layer(name)
+        if layer and below.startswith(layout.ignored):
+            continue
+        for path in layout.other_experts:
+            if layer and below.startswith(tuple(f"{path}.{projection}." for projection in PROJECTIONS)):
+                name = f"{layer}{layout.experts}{below.removeprefix(path)}"
+        named[name] = value
+    return named
+
+
+def unpack_absorbed(weights: Weights, group_size: int, *, float32: bool) -> Weights:
+    """Dequantise every packed kv_b_proj, once, in float32.
+
+    mlx-lm's latent attention absorbs it into two matrices per head, along whose rows the groups no longer lie: packing
+    those again would change the values. They stay float.
+    """
+    unpacked = dict(weights)
+    for name in weights:
+        if not name.endswith(".kv_b_proj.scales"):
+            continue
+        module = name.removesuffix(".scales")
+        packed, scales, biases = (unpacked.pop(f"{module}.{part}") for part in ("weight", "scales", "biases"))
+        bits = packed.shape[-1] * 32 // (scales.shape[-1] * group_size)
+        value = mx.dequantize(packed, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)
+        unpacked[f"{module}.weight"] = value if float32 else value.astype(scales.dtype)
+    return unpacked
+
+
+def _below_its_layer(name: str) -> tuple[str, str]:
+    """(path of its layer with a dot at the end, rest) of a tensor's name; ("", name) outside of all layers."""
+    match = re.match(r".*?\.layers\.\d+\.", name)
+    return ("", name) if match is None else (match[0], name[match.end() :])
