@@ -52,7 +52,11 @@ def tiny_ling_tier(**overrides: Any) -> Tier:
         "owners": [1, 2],
         "consumers": [2, 3],
         "head_width": 32,
-        "lora": {"r": 4, "alpha": 8, "targets": ["attention.q_proj", "attention.kv_b_proj", "mlp.up_proj"]},
+        "lora": {
+            "r": 4,
+            "alpha": 8,
+            "targets": ["attention.q_proj", "attention.kv_b_proj", "mlp.shared_experts.up_proj"],
+        },
         "architecture": ARCHITECTURE,
     }
     numbers = {key: value for key, value in overrides.items() if key in ARCHITECTURE}
