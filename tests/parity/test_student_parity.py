@@ -18,28 +18,35 @@ from edge0_runtime.measure.verify import verify
 from edge0_train.base import load_base, quantize_checkpoint
 from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, load_lora
 from tests.random_adapters import write_adapters
-from tests.tiny_models import tiny_qwen3_5_moe, tiny_tier
+from tests.tiny_ling import publish
+from tests.twins import TWINS
 
 LENGTHS = (1, 2, 7, 23, 40)
 STEPS = 32
 TOP = 8
-TARGETS = ["linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "self_attn.o_proj",
-           "mlp.shared_expert.down_proj"]  # fmt: skip
+RULES = [(first, kind) for first in ("gate", "predicted") for kind in ("executed", "teacher")]
+CASES = [("qwen3_5_moe", *rule, token_aware) for rule in RULES for token_aware in (False, True)]
+CASES += [("bailing_moe_v3", *rule, False) for rule in RULES] + [("bailing_moe_v3", "predicted", "teacher", True)]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """int4 directory of a random model with 8 experts, K=4."""
-    root = tmp_path_factory.mktemp("tiny")
-    source = tiny_qwen3_5_moe(root / "source", num_experts_per_tok=4)
-    quantize_checkpoint(source, root / "int4", variant("gate", "executed"))
-    return root / "int4"
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family: the int4 directory of a random model with 8 experts, K=4; Ling's in its published layout."""
+    made = {}
+    for name, twin in TWINS.items():
+        root = tmp_path_factory.mktemp(name)
+        twin.write(root / "source", num_experts_per_tok=4)
+        quantize_checkpoint(root / "source", root / "int4", variant(name, "gate", "executed"))
+        made[name] = root / "int4"
+        if name == "bailing_moe_v3":
+            made[name] = publish(root / "int4", root / "source", root / "published")
+    return made
 
 
-def variant(first_token: str, feature_topk: str, token_aware: bool = False) -> Tier:
-    return tiny_tier(
+def variant(family: str, first_token: str, feature_topk: str, token_aware: bool = False) -> Tier:
+    return TWINS[family].tier(
         first_token=first_token, feature_topk=feature_topk, token_aware=token_aware, num_experts_per_tok=4, k=2,
-        lora={"r": 4, "alpha": 8, "targets": TARGETS},
+        lora={"r": 4, "alpha": 8, "targets": list(TWINS[family].targets)},
     )  # fmt: skip
 
 
@@ -54,7 +61,7 @@ def student(directory: Path, tier: Tier) -> StudentPath:
 
 def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
     """Greedy, batched and ragged: everything of every step."""
-    layers = range(path.tier.num_layers)
+    layers = path.tier.layout.moe_layers(path.tier.architecture)
     experts: list[torch.Tensor] = []
     logits: list[torch.return_types.topk] = []
 
@@ -72,13 +79,11 @@ def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
     ]
 
 
-@pytest.mark.parametrize("token_aware", [False, True])
-@pytest.mark.parametrize("feature_topk", ["executed", "teacher"])
-@pytest.mark.parametrize("first_token", ["gate", "predicted"])
+@pytest.mark.parametrize(("family", "first_token", "feature_topk", "token_aware"), CASES)
 def test_parallel_equals_incremental_equals_served(
-    base: Path, first_token: str, feature_topk: str, token_aware: bool
+    bases: dict[str, Path], family: str, first_token: str, feature_topk: str, token_aware: bool
 ) -> None:
-    tier = variant(first_token, feature_topk, token_aware)
+    base, tier = bases[family], variant(family, first_token, feature_topk, token_aware)
     write_adapters(base, tier)
     path = student(base, tier)
     rng = np.random.default_rng(5)
@@ -93,7 +98,7 @@ def test_parallel_equals_incremental_equals_served(
             hidden = path.hidden(ids, routing, use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
             logits_TV = path.model.lm_head(hidden)
         executed = torch.stack(
-            [routing.executed[n][0, len(prompt) - 1 :].sort(-1).values for n in range(tier.num_layers)], 1
+            [routing.executed[n][0, len(prompt) - 1 :].sort(-1).values for n in sorted(routing.executed)], 1
         )
         assert np.array_equal(executed.numpy(), trace.experts_TLK)
         assert logits_TV.argmax(-1).tolist() == trace.generated_ids_T.tolist()
