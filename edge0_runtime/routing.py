@@ -68,7 +68,7 @@ def _softmax_topk(router: Router, logits_TE: mx.array, k: int) -> tuple[mx.array
     gates_TE = scores(router, logits_TE)
     indices_TK = _topk(gates_TE, k)
     weights_TK = mx.take_along_axis(gates_TE, indices_TK, axis=-1)
-    return indices_TK, router.scaling * weights_TK / weights_TK.sum(axis=-1, keepdims=True)
+    return indices_TK, weights_TK / weights_TK.sum(axis=-1, keepdims=True) * router.scaling
 
 
 def _sigmoid_group(
@@ -83,7 +83,7 @@ def _sigmoid_group(
     choice_TGM = mx.where(keep_TG[..., None] > 0, choice_TGM, -mx.inf)
     indices_TK = _topk(choice_TGM.flatten(-2), k)
     weights_TK = mx.take_along_axis(scores(router, logits_TE), indices_TK, axis=-1)
-    return indices_TK, router.scaling * weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + 1e-20)
+    return indices_TK, weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + 1e-20) * router.scaling
 
 
 def choice_gap(router: Router, scores_E: np.ndarray, chosen: Collection[int]) -> float:

@@ -32,7 +32,8 @@ def select(router: Router, logits_NE: torch.Tensor, k: int, bias_E: torch.Tensor
         kept_NG = torch.zeros_like(group_score_NG, dtype=torch.bool)
         kept_NG.scatter_(1, group_score_NG.topk(router.topk_group, dim=-1).indices, True)
         choice_NE = grouped_NGe.masked_fill(~kept_NG[..., None], float("-inf")).flatten(1)
-    return choice_NE.topk(k, dim=-1).indices
+    # transformers' order, since sums over the k depend on it in the last bit
+    return choice_NE.topk(k, dim=-1, sorted=router.kind == "softmax_topk").indices
 
 
 def weigh(router: Router, logits_NE: torch.Tensor, indices_NK: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ def weigh(router: Router, logits_NE: torch.Tensor, indices_NK: torch.Tensor) -> 
     total_N1 = chosen_NK.sum(-1, keepdim=True)
     if router.kind == "sigmoid_group":
         total_N1 = total_N1 + 1e-20  # all sigmoids can underflow together; a softmax's top-k cannot
-    return router.scaling * chosen_NK / total_N1
+    return chosen_NK / total_N1 * router.scaling  # in this order, as both libraries do: bit for bit
 
 
 def multi_hot(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
