@@ -20,7 +20,7 @@ from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, micro_batches, read_data, shuffled
 from edge0_train.loop import Problem, train
 from edge0_train.losses import HEAD_LOSSES, chunked, cross_entropy
-from edge0_train.phases.evaluate import warm_heads
+from edge0_train.measure.bench import warm_heads
 from edge0_train.phases.head_distill import HeadBatch
 from edge0_train.phases.student_sft import lora_parameters
 from edge0_train.run import Run
@@ -67,7 +67,7 @@ class Arm:
 
     Attributes:
         what: in words. heads, lora: nodes whose adapters run; empty: none. native_k: own gates with that K instead of heads.
-        teacher, k, merged: see `edge0_train.phases.evaluate.Stage`. extras: further measurements: survival, drift, overlap.
+        teacher, k, merged: see `edge0_train.measure.bench.Stage`. extras: further measurements: survival, drift, overlap.
     """
 
     what: str

@@ -19,7 +19,8 @@ from edge0_train.base import load_teacher
 from edge0_train.config import ON_POLICY_LOSSES, Config, asset, config_directory, read_config
 from edge0_train.data.rows import IGNORE, TextRow, collate
 from edge0_train.losses import forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
-from edge0_train.phases.evaluate import repetition, warm_heads
+from edge0_train.measure.bench import warm_heads
+from edge0_train.measure.quality import repetition
 from edge0_train.phases.on_policy import LOSSES, Scored, ScoredBatch
 from edge0_train.student import StudentPath
 
