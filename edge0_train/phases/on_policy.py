@@ -32,7 +32,7 @@ from edge0_train.data.complete import PathWriter
 from edge0_train.data.gates import RowHealth, check_rows
 from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled
-from edge0_train.loop import Problem, train
+from edge0_train.loop import Backward, Problem, train
 from edge0_train.losses import (
     chunked,
     forward_kl,
@@ -43,7 +43,13 @@ from edge0_train.losses import (
     token_logp,
     topk_with_tail,
 )
-from edge0_train.phases.student_sft import SAMPLES, lora_parameters
+from edge0_train.phases.student_sft import (
+    SAMPLES,
+    describe_predictability,
+    lora_parameters,
+    student_routing,
+    weigh_predictability,
+)
 from edge0_train.phases.teacher_text import drop_long, write_shards
 from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
@@ -146,16 +152,12 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     def about(number: int) -> dict[str, float]:
         return {f"rollout_{name}": value for name, value in RowHealth.of(_stored(run, number)).to_dict().items()}
 
-    result = train(
-        run,
-        optim,
-        Problem(
-            trainable,
-            window,
-            loss=functools.partial(_loss, student.path, config.on_policy.loss),
-            evaluate=lambda done: about((done - 1) // steps),
-        ),
-    )
+    def loss(micro: ScoredBatch, backward: Backward) -> dict[str, float]:
+        value, said = _loss(student.path, config.on_policy.loss, micro, config.heads.predictability)
+        backward(value)
+        return said
+
+    result = train(run, optim, Problem(trainable, window, loss, evaluate=lambda done: about((done - 1) // steps)))
     if PartialState().is_main_process:
         run.write_samples([student.chat.shown(row) for row in _stored(run, rounds - 1)[:SAMPLES]])
     write_output(
@@ -180,7 +182,8 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     return {
         "rounds": f"{rounds} of {count // rounds} completions (temperature {config.sample.temperature}) and"
         f" {optim.steps // rounds} steps",
-        "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}",
+        "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}"
+        + describe_predictability(config),
         **training_plan(config, path, lora_parameters(path), rows, through_base=True),
     }
 
@@ -260,11 +263,14 @@ def _window(
     ]
 
 
-def _loss(path: StudentPath, kind: str, micro: ScoredBatch) -> tuple[torch.Tensor, dict[str, float]]:
+def _loss(
+    path: StudentPath, kind: str, micro: ScoredBatch, predictability: float = 0.0
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Summed loss on the student path; to log, the teacher's and the student's mass on the teacher's top-k."""
     batch, scored = micro.batch, micro.scored
     loss, fields = LOSSES[kind]
-    output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT, batch.start_BT), use_cache=False)
+    routing = student_routing(path, batch, predictability)
+    output = path.hidden(batch.input_ids_BT, routing, use_cache=False)
     hidden_NH = output.last_hidden_state[batch.labels_BT != IGNORE]
 
     def with_mass(logits_NV: torch.Tensor, ids_NS: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
@@ -272,7 +278,8 @@ def _loss(path: StudentPath, kind: str, micro: ScoredBatch) -> tuple[torch.Tenso
 
     targets = [getattr(scored, name) for name in fields]
     value, student_mass = chunked(with_mass, hidden_NH, path.model.lm_head, scored.ids_CS, *targets).unbind()
-    return value, {"teacher_mass": float(scored.logp_CS.exp().sum()), "student_mass": float(student_mass.detach())}
+    said = {"teacher_mass": float(scored.logp_CS.exp().sum()), "student_mass": float(student_mass.detach())}
+    return weigh_predictability(path, routing, predictability, value, said)
 
 
 def _join(scores: list[Scored], device: torch.device) -> Scored:

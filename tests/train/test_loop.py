@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import KEEP, checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, Logger, Optim, config_directory, read_config
-from edge0_train.loop import Interrupted, Problem, learning_rate, train
+from edge0_train.loop import Backward, Interrupted, Problem, learning_rate, train
 from edge0_train.run import Run, open_run
 
 OPTIM = Optim(
@@ -75,11 +75,12 @@ class Toy:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.model.named_parameters())
 
-    def loss(self, micro: Micro) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, micro: Micro, backward: Backward) -> dict[str, float]:
         self.calls += 1
         self.on_call(self.calls)
         error_N = self.model(micro.x_ND)[:, 0] - micro.y_N
-        return (error_N**2).sum(), {"absolute": float(error_N.detach().abs().sum())}
+        backward((error_N**2).sum())
+        return {"absolute": float(error_N.detach().abs().sum())}
 
     def problem(self, **changes: Any) -> Problem:
         problem = Problem(self.parameters, lambda step: cut(data(step), self.micro_rows), self.loss)
@@ -319,9 +320,9 @@ def test_rate_is_set_once_a_step_and_is_the_resumed_steps_own(tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(tmp_path, bad):
     toy = Toy()
 
-    def loss(micro: Micro) -> tuple[torch.Tensor, dict[str, float]]:
-        value, extra = toy.loss(micro)
-        return value * (bad if toy.calls == 5 else 1.0), extra  # the second micro-batch of step 2
+    def loss(micro: Micro, backward: Backward) -> dict[str, float]:
+        fifth = toy.calls == 4  # the second micro-batch of step 2
+        return toy.loss(micro, lambda value: backward(value * (bad if fifth else 1.0)))
 
     run = run_in(tmp_path / "run", checkpoint_every=1)
     with pytest.raises(Edge0Error, match=r"step 1: loss .*optim\.lr"):
