@@ -32,12 +32,16 @@ STAGE_NAMES = {
 def evaluate(config: Config, run: Run) -> dict[str, Any]:
     """Write `table.json` (in the summary) and print the table: loss and KL per completion token, exact match per task."""
     tier = config.tier
+    if config.dry_run and not (Path(config.text.rows) / "card.json").is_file():
+        print_plan(config, {"rows": f"no text yet: {config.sample.eval_prompts} held-out prompts at most"})
+        return {}
     data, dropped = read_data(config.text.rows, config.text.max_length)
     rows = data.held_out[: config.sample.eval_prompts]
-    print_plan(config, {"rows": f"{len(rows)} held-out prompts (dropped: {dropped or 'none'})"})
+    adapters = _adapters(config)
+    found = ", ".join(f"{kind} of {phase}" for phase, kind, _ in adapters) or "none yet"
+    print_plan(config, {"rows": f"{len(rows)} held-out prompts (dropped: {dropped or 'none'})", "adapters": found})
     if config.dry_run:
         return {}
-    adapters = _adapters(config)
     if not any(kind == "prerouter" for _, kind, _ in adapters):
         raise Edge0Error(f"root: no phase has written heads below {config.root}; run phase=head_distill first")
     bench = open_bench(config, rows)

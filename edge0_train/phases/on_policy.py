@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.provenance import DataSource
-from edge0_train.adapters import hash_files, input_path, write_output
+from edge0_train.adapters import describe_inputs, hash_files, input_path, write_output
 from edge0_train.build import Student, build_student, build_teacher, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
@@ -50,7 +50,7 @@ from edge0_train.phases.student_sft import (
     student_routing,
     weigh_predictability,
 )
-from edge0_train.phases.teacher_text import drop_long, write_shards
+from edge0_train.phases.teacher_text import prompt_limit, write_shards
 from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run, my_share
@@ -102,9 +102,6 @@ class ScoredBatch:
 def on_policy(config: Config, run: Run) -> dict[str, Any]:
     """Train the LoRA on its own completions; base and heads stay frozen."""
     tier, optim, rounds = config.tier, config.optim, config.on_policy.rounds
-    prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
-    if not prerouter or not lora:
-        raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
     sample = config.sample
     if config.on_policy.loss == "sampled_token" and (sample.temperature, sample.top_p) != (1.0, 1.0):
         raise Edge0Error(
@@ -114,17 +111,24 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     if optim.steps % rounds:
         raise Edge0Error(f"optim.steps: {optim.steps} is not a multiple of on_policy.rounds={rounds}")
     steps, rows = optim.steps // rounds, optim.rows * optim.steps // rounds
-    prompts = load_prompts(config.text.prompts, train=rows * rounds, held_out=1, seed=config.seed + 1)
-    if not config.dry_run:
-        prompts = drop_long(prompts, Chat(config.base.directory), config)
+    prompts = load_prompts(
+        config.text.prompts,
+        train=rows * rounds,
+        held_out=1,
+        seed=config.seed + 1,
+        limit=prompt_limit(config, config.base.directory),
+    )
     if len(prompts.train) < rows * rounds:
         raise Edge0Error(
-            f"text.prompts: {len(prompts.train)} prompts, but {rounds} rounds of {rows} rows need {rows * rounds};"
-            " lower optim.steps or optim.rows"
+            f"text.prompts: {len(prompts.train)} prompts (dropped: {prompts.dropped or 'none'}), but {rounds} rounds of {rows}"
+            f" rows need {rows * rounds}; lower optim.steps or optim.rows"
         )
     if config.dry_run:
         print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True)))
         return {}
+    prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
+    if not prerouter or not lora:
+        raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
     student = build_student(config, prerouter=prerouter, lora=lora)
     trainable = lora_parameters(student.path)
     print_plan(config, _plan(config, student.path))
@@ -180,6 +184,7 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     labels = float(min(longest, config.sample.max_new_tokens))
     rows = Rows(count, 0, longest, labels, longest, {}, assumed=True)
     return {
+        "inputs": describe_inputs(config),
         "rounds": f"{rounds} of {count // rounds} completions (temperature {config.sample.temperature}) and"
         f" {optim.steps // rounds} steps",
         "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -135,6 +136,21 @@ def test_sampled_token_wants_the_students_own_samples(tmp_path: Path):
     run: Any = None
     with pytest.raises(Edge0Error, match=r"temperature 0.7 and top_p 1.0; on_policy.loss=sampled_token"):
         on_policy.on_policy(config(*own, "sample.temperature=0.7"), run)
+
+
+def test_spare_prompts_stand_in_for_those_that_are_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The source has enough; only a source that has not is an error, which says what was dropped."""
+    lines = [f"{'long ' * (30 * (n % 2))}{n}?" for n in range(120)]
+    rows = [json.dumps({"messages": [{"role": "user", "content": line}]}) + "\n" for line in lines]
+    for name, count in (("enough", 120), ("short", 40)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows[:count]))
+    teacher = asset("nano-teacher")
+    own = (f"base.directory={teacher}", "dry_run=true", "optim.steps=4", "optim.rows=10", f"run_dir={tmp_path / 'run'}")
+    run: Any = None
+    assert on_policy.on_policy(config(*own, f"text.prompts={tmp_path / 'enough.jsonl'}"), run) == {}
+    assert "4 of 10 completions" in capsys.readouterr().out
+    with pytest.raises(Edge0Error, match=r"text\.prompts: \d+ prompts \(dropped: .*max_length=64.* need 40"):
+        on_policy.on_policy(config(*own, f"text.prompts={tmp_path / 'short.jsonl'}"), run)
 
 
 def test_repetition_counts_4_grams_written_before():
