@@ -20,21 +20,21 @@ def head_recall(path: StudentPath, batches: Sequence[Batch], own: bool) -> dict[
     """
     hits, targets, heads = dict.fromkeys(path.tier.owners, 0.0), 0, path.heads
     assert heads is not None
+    at_BT: torch.Tensor
+
+    def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
+        bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
+        guess_NK = select(path.tier.router, heads(owner, features_BTF[at_BT]), path.tier.k)
+        true_NK = select(path.tier.router, router_BTE[at_BT], path.tier.k, bias_E)
+        hits[owner] += _shared(guess_NK, true_NK, path.tier.num_experts)
+
     for batch in batches:
         where = batch.decoded_BT, batch.start_BT
-        routing = path.predicted(*where, capture=True) if own else path.native(path.tier.k, *where, capture=True)
-        path.hidden(batch.input_ids_BT, routing, use_cache=False)
         at_BT = path.timeline(*where)[0]
         targets += int(at_BT.sum())
-        for owner in path.tier.owners:
-            guess_NE = heads(owner, routing.features[owner][at_BT])
-            true_NE = routing.router_logits[owner + 1][at_BT]
-            bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
-            hits[owner] += _shared(
-                select(path.tier.router, guess_NE, path.tier.k),
-                select(path.tier.router, true_NE, path.tier.k, bias_E),
-                path.tier.num_experts,
-            )
+        routing = path.predicted(*where) if own else path.native(path.tier.k, *where)
+        routing.pair = pair
+        path.hidden(batch.input_ids_BT, routing, use_cache=False)
     recall = {owner: hit / (path.tier.k * targets) for owner, hit in hits.items()}
     return {"mean": sum(recall.values()) / len(recall), **{str(owner): value for owner, value in recall.items()}}
 

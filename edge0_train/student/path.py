@@ -50,10 +50,10 @@ class RoutingPass:
         predicted_BT: bool; inputs routed by prediction. None: every layer keeps its own gate.
         previous_valid_BT: bool; inputs whose previous one-hot is input t-1's routing rather than zeros.
         start_BT: bool; first inputs of the documents packed into a row. None: one document a row.
-        capture: keep the owners' features and all routers' logits (recall).
+        capture: keep the owners' features and all routers' logits, to look at them afterwards.
         keep_logits: keep all routers' logits without the features, which are many times larger.
         pair: called in the forward with (owner, its features [B, T, F], layer owner + 1's router logits [B, T, E]) as soon as
-            both are there; no more than one owner's features are held (head training).
+            both are there; no more than one owner's features are held (head training, recall).
         state: carried over from the pass before, and to the next one, when decoding with a cache.
         features: {owner: [B, T, F]}; what its head sees to predict layer owner + 1 at input t. router_logits: {layer: [B, T,
             E]}; every router's own. Both at the same t, so that a head's target needs no shift.
