@@ -97,11 +97,20 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def build_teacher(config: Config) -> StudentPath:
-    """The teacher, native at its published K; its tokenizer must be the base's."""
+    """The teacher, native at its published K; tokenizer and end tokens must be the base's.
+
+    Raises Edge0Error naming its weights that are not finite: a NaN there would show as text, or as a loss, much later.
+    """
     check_tokenizer(config)
     model: PreTrainedModel = load_teacher(
         config.teacher.directory, dtype=DTYPES[config.base.dtype], device=config.base.device
     )
+    broken = [name for name, value in model.named_parameters() if not value.isfinite().all()]
+    if broken:
+        raise Edge0Error(
+            f"teacher.directory: {config.teacher.directory} has values that are not finite in {len(broken)} tensors"
+            f" ({', '.join(broken[:3])}); download it again"
+        )
     model.set_experts_implementation(EXPERTS)
     return StudentPath(model, config.tier)
 
@@ -133,7 +142,7 @@ def input_identity(config: Config) -> dict[str, Any]:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer."""
+    """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer and its end tokens."""
     teacher_hash = hash_tokenizer(config.teacher.directory)
     if not Path(config.base.directory).exists():
         return
@@ -142,6 +151,12 @@ def check_tokenizer(config: Config) -> None:
         raise Edge0Error(
             f"teacher.directory: tokenizer.json of {config.teacher.directory} ({teacher_hash[:12]}) is not the base's"
             f" ({base_hash[:12]}); teacher and student must share one tokenizer"
+        )
+    teacher_ends, base_ends = Chat(config.teacher.directory).end_ids, Chat(config.base.directory).end_ids
+    if teacher_ends != base_ends:
+        raise Edge0Error(
+            f"teacher.directory: end tokens {teacher_ends} of {config.teacher.directory} are not the base's {base_ends};"
+            " give both the same eos_token_id in generation_config.json"
         )
 
 

@@ -27,7 +27,6 @@ from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import describe_inputs, hash_files, input_path, write_output
 from edge0_train.build import Student, build_student, build_teacher, sketch_student
 from edge0_train.config import Config
-from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter
 from edge0_train.data.gates import RowHealth, check_rows
 from edge0_train.data.prompts import Prompt, load_prompts
@@ -133,11 +132,6 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     trainable = lora_parameters(student.path)
     print_plan(config, _plan(config, student.path))
     teacher = build_teacher(config)
-    teacher_ends = Chat(config.teacher.directory).end_ids
-    if student.chat.end_ids != teacher_ends:
-        raise Edge0Error(
-            f"teacher: end tokens {teacher_ends} are not the student's {student.chat.end_ids}; use one tokenizer"
-        )
 
     @functools.lru_cache(maxsize=1)
     def prepared(number: int) -> tuple[list[TextRow], list[Scored]]:

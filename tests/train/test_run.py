@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,9 @@ from omegaconf import OmegaConf
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, config_directory, read_config
+from edge0_train.loop import train
 from edge0_train.run import code_commit, open_run
+from tests.train.test_loop import OPTIM, Toy, run_in, same
 
 ROOT = Path(__file__).parents[2]
 
@@ -235,3 +239,38 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_says_so(tmp_path):
     assert torch.equal(restored, weight)
     assert done.stdout.startswith("Edge0Error: "), (done.returncode, done.stdout + done.stderr[-800:])
     assert "step-00000002.safetensors" in done.stdout and "room" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full, of Linux")
+def test_metrics_that_find_no_room_are_one_sentence(config):
+    run = open_run(config)
+    (run.directory / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(Edge0Error, match=r"metrics\.jsonl: cannot be written \(No space left.*resume=true"):
+        run.log(1, {"loss": 1.0})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of three pages."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(place)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs Linux and root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_disk_fills_up_and_the_run_continues_once_there_is_room(small_disk, tmp_path):
+    """Metrics and two checkpoints fit, the third does not; what is there is whole, and the resumed run is the undisturbed one."""
+    straight, toy = Toy(), Toy()
+    train(run_in(tmp_path / "straight", checkpoint_every=1), OPTIM, straight.problem())
+    with pytest.raises(Edge0Error, match=r"step-00000003\.safetensors: no room to write.*free space"):
+        train(run_in(small_disk / "run", checkpoint_every=1), OPTIM, toy.problem())
+    kept = checkpoints(small_disk / "run" / "checkpoints")
+    assert [path.name for path in kept] == ["step-00000001.safetensors", "step-00000002.safetensors"]
+    assert sorted(kept[0].parent.iterdir()) == kept  # no rubbish
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    again = Toy()
+    train(run_in(small_disk / "run", resume=True, checkpoint_every=1), OPTIM, again.problem())
+    assert same(again.values(), straight.values())

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import Config
@@ -203,6 +204,31 @@ def test_another_tokenizer_is_refused_by_either_backend(text_config, tmp_path, m
             run_phase(
                 text_config(f"teacher.directory={other}", f"sample.backend={backend}", f"run_dir={tmp_path / backend}")
             )
+
+
+def test_other_end_tokens_are_refused_by_either_backend(text_config, tmp_path, monkeypatch):
+    """Same tokenizer, but the teacher ends its replies with another token than the student is to learn."""
+    other = tmp_path / "teacher"
+    shutil.copytree(TEACHER, other)
+    generation = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [2, 5]}))
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm())
+    for backend in ("transformers", "vllm"):
+        with pytest.raises(Edge0Error, match=r"teacher\.directory: end tokens \(2, 5\) .* not the base's \(2,\)"):
+            run_phase(
+                text_config(f"teacher.directory={other}", f"sample.backend={backend}", f"run_dir={tmp_path / backend}")
+            )
+
+
+def test_a_teacher_with_nan_in_a_shard_is_named(text_config, tmp_path):
+    other = tmp_path / "teacher"
+    shutil.copytree(TEACHER, other)
+    tensors = load_file(str(other / "model.safetensors"))
+    name = next(name for name in tensors if "layers.3.mlp.gate.weight" in name)
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, str(other / "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(Edge0Error, match=r"teacher\.directory: .*not finite in 1 tensors \(.*layers\.3\.mlp\.gate"):
+        run_phase(text_config(f"teacher.directory={other}"))
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
