@@ -20,6 +20,7 @@ from edge0_train.base.load import empty_model
 from edge0_train.base.names import family_names
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
+from edge0_train.data.rows import TextData
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
 
 EXPERTS = "grouped_mm"
@@ -157,6 +158,16 @@ def check_tokenizer(config: Config) -> None:
         raise Edge0Error(
             f"teacher.directory: end tokens {teacher_ends} of {config.teacher.directory} are not the base's {base_ends};"
             " give both the same eos_token_id in generation_config.json"
+        )
+
+
+def check_text(config: Config, student: Student, data: TextData) -> None:
+    """Raise Edge0Error if the rows were written with another tokenizer than the base's (cards of old have no hash)."""
+    found = data.card.get("tokenizer_sha256", student.base.tokenizer_hash)
+    if found != student.base.tokenizer_hash:
+        raise Edge0Error(
+            f"text.rows: {config.text.rows} was written with another tokenizer ({found[:12]}) than the base's"
+            f" ({student.base.tokenizer_hash[:12]}); run phase=teacher_text again with a teacher that shares it"
         )
 
 

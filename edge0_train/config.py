@@ -49,9 +49,13 @@ class Base:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher: a transformers directory; it routes by its own gates at its published K."""
+    """The teacher: a transformers directory; it routes by its own gates at its published K.
+
+    resident: on_policy keeps it beside the student. Else it is loaded for each round's scores, with the student in host memory.
+    """
 
     directory: str
+    resident: bool
 
 
 @dataclass(frozen=True)

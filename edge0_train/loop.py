@@ -159,7 +159,7 @@ def _step(
         for name, value in problem.loss(micro, backward).items():
             sums[name] = sums.get(name, 0.0) + value / valid
     if step == 0:
-        _check_gradients(problem, state)
+        _check_gradients(problem)
     parameters = list(problem.trainable.values())
     if state.num_processes > 1:
         sums = _sum_over_ranks(parameters, sums)
@@ -173,10 +173,12 @@ def _step(
     return {**sums, "gradient_norm": norm, "valid_tokens": valid, "tokens": sum(micro.tokens for micro in window)}
 
 
-def _check_gradients(problem: Problem, state: PartialState) -> None:
-    """A trainable tensor that the loss does not reach is a silent no-op: name it after the first backward."""
-    silent = [name for name, parameter in problem.trainable.items() if parameter.grad is None]
-    if silent and state.num_processes == 1:
+def _check_gradients(problem: Problem) -> None:
+    """A trainable tensor that no rank's loss reaches is a silent no-op: name it after the first backward."""
+    mine = {name for name, parameter in problem.trainable.items() if parameter.grad is None}
+    every = gather_object([mine])  # a rank without a micro-batch reaches nothing
+    silent = sorted(set.intersection(*every))
+    if silent:
         raise Edge0Error(f"trainable: {len(silent)} tensors have no gradient after step 1: {', '.join(silent[:5])}")
 
 

@@ -142,7 +142,7 @@ def describe_memory(
         f"trainables x {TRAINABLE_BYTES} B (value, gradient, two moments)": TRAINABLE_BYTES
         * _numel(trainable.values()),
     }
-    if config.phase == "on_policy":
+    if config.phase == "on_policy" and config.teacher.resident:
         parts[f"the teacher, as many values as the base ({config.base.dtype})"] = width * _numel(
             path.model.parameters()
         )

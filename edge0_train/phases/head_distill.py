@@ -20,7 +20,7 @@ import torch
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
-from edge0_train.build import build_student, sketch_student
+from edge0_train.build import build_student, check_text, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, micro_batches, read_data, shuffled
 from edge0_train.loop import Backward, Problem, train
@@ -64,6 +64,7 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
         return {}
     data, dropped = read_data(config.text.rows, config.text.max_length)
     student = build_student(config, prerouter=input_path(config, "prerouter") if refining else "")
+    check_text(config, student, data)
     path, pad_id, device = student.path, student.chat.pad_id, student.path.model.device
     heads = path.heads
     if heads is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import describe_inputs, hash_files, input_path, write_output
-from edge0_train.build import Student, build_student, build_teacher, sketch_student
+from edge0_train.build import Student, build_student, build_teacher, check_tokenizer, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.complete import PathWriter
 from edge0_train.data.gates import RowHealth, check_rows
@@ -128,17 +129,18 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
     if not prerouter or not lora:
         raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
+    check_tokenizer(config)
     student = build_student(config, prerouter=prerouter, lora=lora)
     trainable = lora_parameters(student.path)
     print_plan(config, _plan(config, student.path))
-    teacher = build_teacher(config)
+    scorer = Scorer(config, student)
 
     @functools.lru_cache(maxsize=1)
     def prepared(number: int) -> tuple[list[TextRow], list[Scored]]:
         rollout = _rollout(config, run, student, prompts.train[number * rows : (number + 1) * rows], number)
         first = RowHealth.of(_stored(run, 0)) if number else None
         check_rows(rollout, sample, f"student, round {number}", before=first)
-        return rollout, _score(config, run, teacher, student.chat.pad_id, rollout, number)
+        return rollout, _score(config, run, scorer, student.chat.pad_id, rollout, number)
 
     def window(step: int) -> list[ScoredBatch]:
         number, step_in_round = divmod(step, steps)
@@ -171,6 +173,30 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     return {**result, "rounds": [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]}
 
 
+@dataclass
+class Scorer:
+    """The teacher when it is needed: kept, or (teacher.resident=false) loaded for a round while the student waits on the host."""
+
+    config: Config
+    student: Student
+    kept: StudentPath | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.teacher.resident:
+            self.kept = build_teacher(self.config)
+
+    def __call__(self, score: Callable[[StudentPath], None]) -> None:
+        """Call `score` with the teacher on its device."""
+        if self.kept:
+            score(self.kept)
+            return
+        model, device = self.student.path.model, self.config.base.device
+        model.to("cpu")
+        score(build_teacher(self.config))
+        gc.collect()  # modules and hooks refer to each other: without it the teacher would stay beside the student
+        model.to(device)
+
+
 def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     """The phase's plan; `path` may be on the meta device. No row is written yet: all are taken to be as long as allowed."""
     optim, rounds = config.optim, config.on_policy.rounds
@@ -179,6 +205,9 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     rows = Rows(count, 0, longest, labels, longest, {}, assumed=True)
     return {
         "inputs": describe_inputs(config),
+        "scoring": "the teacher stays loaded"
+        if config.teacher.resident
+        else "the teacher is loaded for each round's scores",
         "rounds": f"{rounds} of {count // rounds} completions (temperature {config.sample.temperature}) and"
         f" {optim.steps // rounds} steps",
         "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}"
@@ -204,19 +233,23 @@ def _rollout(config: Config, run: Run, student: Student, prompts: list[Prompt], 
     return write_shards(config, _round(run, number), writer, student.chat, prompts, f"rollout-{number}")
 
 
-def _score(
-    config: Config, run: Run, teacher: StudentPath, pad_id: int, rollout: list[TextRow], number: int
-) -> list[Scored]:
+def _score(config: Config, run: Run, scorer: Scorer, pad_id: int, rollout: list[TextRow], number: int) -> list[Scored]:
     """The teacher's view of every row, cached as safetensors batch by batch, each rank its share of the batches."""
     files = {
         n: _round(run, number) / f"scores-{n:08d}.safetensors" for n in range(0, len(rollout), config.sample.batch)
     }
     missing = [start for start, file in files.items() if not file.exists()]
     PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
-    for start in my_share(missing):
-        batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
-        with atomic_replace(files[start]) as temporary:
-            temporary.write_bytes(save(_teacher_scores(teacher, batch, config.on_policy.top_k)))
+    mine = my_share(missing)
+
+    def score(teacher: StudentPath) -> None:
+        for start in mine:
+            batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
+            with atomic_replace(files[start]) as temporary:
+                temporary.write_bytes(save(_teacher_scores(teacher, batch, config.on_policy.top_k)))
+
+    if mine:
+        scorer(score)
     PartialState().wait_for_everyone()
     scores = []
     for file in files.values():

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
-from edge0_train.build import Student, build_student, sketch_student
+from edge0_train.build import Student, build_student, check_text, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, TextRow, micro_batches, read_data, shuffled
 from edge0_train.loop import Backward, Problem, train
@@ -47,6 +47,7 @@ def student_sft(config: Config, run: Run) -> dict[str, Any]:
     student = build_student(
         config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"), new_lora=True
     )
+    check_text(config, student, data)
     path, pad_id, device, heads = student.path, student.chat.pad_id, student.path.model.device, student.path.heads
     if heads is None:
         raise Edge0Error("inputs.prerouter: empty; the student path needs heads: name the file of phase=head_distill")

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import PartialState
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.build import build_teacher, check_tokenizer
+from edge0_train.build import build_teacher, check_tokenizer, hash_tokenizer
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter, VllmWriter, Writer
@@ -47,7 +47,13 @@ def teacher_text(config: Config, run: Run) -> dict[str, Any]:
     chat = Chat(config.teacher.directory)
     writer = _writer(config, chat)
     sides: dict[str, list[TextRow]] = {}
-    card: dict[str, Any] = {"dropped_prompts": prompts.dropped, "duplicate_rows": {}, "health": {}}
+    tokenizer = hash_tokenizer(config.teacher.directory)
+    card: dict[str, Any] = {
+        "tokenizer_sha256": tokenizer,
+        "dropped_prompts": prompts.dropped,
+        "duplicate_rows": {},
+        "health": {},
+    }
     for name, side in (("held_out", prompts.held_out), ("train", prompts.train)):  # the short one first: it fails early
         rows = write_shards(config, run.directory / "shards", writer, chat, side, name)
         if name == "held_out" and PartialState().is_main_process:

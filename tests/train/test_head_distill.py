@@ -7,11 +7,14 @@ import gc
 import pytest
 import torch
 
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student
-from edge0_train.data.rows import collate
+from edge0_train.data.rows import collate, write_data
 from edge0_train.losses import HEAD_LOSSES
-from edge0_train.phases.head_distill import HeadBatch, distill
+from edge0_train.phases import PHASES
+from edge0_train.phases.head_distill import HeadBatch, distill, head_distill
+from edge0_train.run import open_run
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
 from tests.train.conftest import Make, task_rows
 
@@ -97,6 +100,27 @@ def test_no_more_than_one_owners_features_are_ever_held(path, refining):
         path.hidden(micro.batch.input_ids_BT, stored, use_cache=False)
     assert count() == len(path.tier.owners)  # the count sees what is held
     heads.zero_grad(set_to_none=True)
+
+
+def test_heads_that_are_no_better_than_a_trivial_baseline_stop_the_run(make_config, tmp_path):
+    """After one step at a tiny rate the heads are still the next layer's router: that is one of the baselines."""
+    config = make_config(
+        "head_distill", f"run_dir={tmp_path / 'run'}", "optim.steps=1", "optim.warmup=0", "optim.lr=1e-9"
+    )
+    with pytest.raises(
+        Edge0Error, match=r"heads: held-out recall@4 0\.\d+ does not beat the trivial baseline \w+ .*optim\.steps=1"
+    ):
+        head_distill(config, open_run(config))
+    assert not (tmp_path / "run" / "prerouter_edge0_nano.safetensors").exists()
+
+
+@pytest.mark.parametrize("phase", ["head_distill", "student_sft"])
+def test_rows_of_another_tokenizer_are_refused(make_config, tmp_path, phase):
+    (tmp_path / "text").mkdir()
+    write_data(tmp_path / "text", task_rows("train", 12), task_rows("eval", 8), {"tokenizer_sha256": "ab" * 32})
+    config = make_config(phase, f"run_dir={tmp_path / 'run'}", f"text.rows={tmp_path / 'text'}", "inputs.lora=")
+    with pytest.raises(Edge0Error, match=r"text\.rows: .*text was written with another tokenizer \(abababababab\)"):
+        PHASES[phase](config, open_run(config))
 
 
 def test_the_base_gets_no_gradient(path):

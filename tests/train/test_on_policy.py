@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
+from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import load_teacher
@@ -23,11 +27,15 @@ from edge0_train.losses import forward_kl, reverse_kl, reverse_kl_no_tail, sampl
 from edge0_train.measure.bench import warm_heads
 from edge0_train.measure.quality import repetition
 from edge0_train.phases.on_policy import LOSSES, Scored, ScoredBatch
+from edge0_train.phases.student_sft import student_sft
+from edge0_train.run import open_run
 from edge0_train.student import StudentPath
+from tests.train.conftest import Make
 
 # The package's attribute of that name is the phase's function.
 on_policy: ModuleType = importlib.import_module("edge0_train.phases.on_policy")
 TOP_K = 8
+SMALL = ("optim.warmup=0", "logger.every=1", "sample.max_new_tokens=6", "heads.joint_lr=0")
 ROWS = [TextRow((1, 267, 30, 40), (50, 60, 70, 2), "stop"), TextRow((1, 5), (9, 9), "length")]
 
 
@@ -117,9 +125,68 @@ def test_scores_of_an_older_version_are_an_error_that_names_them(tmp_path: Path)
     (tmp_path / "round-000").mkdir()
     old = {"ids_CS": torch.zeros(6, 8), "logp_CS": torch.zeros(6, 8), "log_tail_C": torch.zeros(6)}
     save_file(old | {"lengths": torch.tensor([4, 2])}, str(tmp_path / "round-000" / "scores-00000000.safetensors"))
-    teacher: Any = None
+    scorer: Any = None
     with pytest.raises(Edge0Error, match="lacks sampled_C, sampled_logp_C"):
-        on_policy._score(config(), run, teacher, 0, ROWS, 0)
+        on_policy._score(config(), run, scorer, 0, ROWS, 0)
+
+
+@pytest.fixture(scope="module")
+def trained(make_config: Make, tmp_path_factory: pytest.TempPathFactory):
+    """A short phase 3 from a one-step LoRA: overrides -> the LoRA's tensors and the run directory."""
+    root = tmp_path_factory.mktemp("on_policy")
+    sft = make_config("student_sft", f"run_dir={root / 'sft'}", "optim.steps=1", "optim.rows=4", *SMALL)
+    student_sft(sft, open_run(sft))
+
+    def run(name: str, *overrides: str) -> tuple[dict[str, Any], Path]:
+        made = make_config(
+            "on_policy", f"run_dir={root / name}", f"inputs.lora={root / 'sft'}", "optim.steps=4", "on_policy.rounds=2",
+            "optim.rows=4", "sample.batch=4", "sample.max_truncated=1", "sample.max_repetitive=1", *SMALL, *overrides,
+        )  # fmt: skip
+        on_policy.on_policy(made, open_run(made))
+        return dict(read_adapter(root / name / "lora_edge0_nano.safetensors", "lora").tensors), root / name
+
+    return run
+
+
+def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(trained, monkeypatch):
+    """Loaded once a round, never two at a time, and none while the student trains."""
+    alive: list[weakref.ref[torch.nn.Module]] = []
+    while_training: list[int] = []
+    build, loss = on_policy.build_teacher, on_policy._loss
+
+    def counted(made: Config) -> StudentPath:
+        assert not any(one() for one in alive)
+        teacher = build(made)
+        alive.append(weakref.ref(teacher.model))
+        return teacher
+
+    def watched(*arguments: Any) -> Any:
+        while_training.append(sum(one() is not None for one in alive))
+        return loss(*arguments)
+
+    monkeypatch.setattr(on_policy, "build_teacher", counted)
+    monkeypatch.setattr(on_policy, "_loss", watched)
+    resident, _ = trained("resident")
+    assert len(alive) == 1 and set(while_training) == {1}
+    del alive[:], while_training[:]
+    gc.collect()
+    visiting, _ = trained("visiting", "teacher.resident=false")
+    assert len(alive) == 2 and set(while_training) == {0}
+    assert all(np.array_equal(visiting[name], value) for name, value in resident.items())
+
+
+def test_the_plan_counts_a_resident_teacher_alone(path):
+    for flag in ("true", "false"):
+        memory = on_policy._plan(config(f"teacher.resident={flag}"), path)["memory"]
+        assert ("the teacher, as many values as the base" in memory) == (flag == "true")
+
+
+def test_predictability_weighs_in_on_rollouts_too(trained):
+    """The same split as in SFT; the first step's loss is the loss alone plus the weighted divergence."""
+    _, directory = trained("predictable", "heads.predictability=0.01")
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["loss_alone"] + 0.01 * row["routing_kl"]) and row["routing_kl"] > 0.1
 
 
 def test_configuration_is_checked():

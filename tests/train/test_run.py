@@ -23,7 +23,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, config_directory, read_config
 from edge0_train.loop import train
-from edge0_train.run import code_commit, open_run
+from edge0_train.run import code_commit, open_run, start_wandb
 from tests.train.test_loop import OPTIM, Toy, run_in, same
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +193,45 @@ def test_a_run_in_which_nothing_happened_leaves_its_name_free(config):
     run.record_inputs({"base": None, "teacher": {"name": "t"}})
     run.discard_if_unused()
     assert not run.directory.exists()
+
+
+# -- W&B ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_wandb_everything_is_in_metrics_jsonl(config, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what an absent package looks like to `import`
+    run = open_run(config)
+    start_wandb(run)
+    run.log(1, {"loss": 1.0})
+    assert run.wandb is None and run.metrics() == [{"step": 1, "loss": 1.0}]
+    assert "wandb is not installed" in capsys.readouterr().err
+
+
+def test_wandb_counts_by_our_own_step(config, monkeypatch):
+    """W&B refuses steps that go back, as a resume may: the step is a metric like others, and offline is the default."""
+    asked: dict[str, Any] = {}
+    defined: list[tuple[Any, ...]] = []
+    logged: list[dict[str, Any]] = []
+
+    def log(row: dict[str, Any], **arguments: Any) -> None:
+        assert not arguments
+        logged.append(row)
+
+    made = SimpleNamespace(define_metric=lambda name, step_metric: defined.append((name, step_metric)), log=log)
+    fake = SimpleNamespace(init=lambda **arguments: asked.update(arguments) or made, Settings=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = open_run(config)
+    start_wandb(run)
+    for step in (1, 2, 1):
+        run.log(step, {"loss": 0.5})
+    assert (
+        asked["mode"] == "offline" and asked["dir"] == str(run.directory) and asked["config"]["phase"] == "student_sft"
+    )
+    assert defined == [("*", "step")] and [row["step"] for row in logged] == [1, 2, 1]
+    quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, wandb="disabled"))
+    asked.clear()
+    start_wandb(dataclasses.replace(run, config=quiet, wandb=None))
+    assert not asked
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import Config
+from edge0_train.data.complete import PathWriter
 from edge0_train.data.rows import TextRow, distinct, read_data, read_rows
 from edge0_train.phases.teacher_text import teacher_text
 from edge0_train.run import Run, open_run
@@ -174,6 +175,44 @@ def test_only_long_prompts_is_an_error(text_config, tmp_path):
         Edge0Error, match=r"text\.max_length: no train prompt is shorter than 64 tokens \(\d+ .*raise it"
     ):
         run_phase(text_config(f"text.prompts={source}"))
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_continues_with_the_missing_shards_and_ends_with_the_same_rows(
+    text_config, tmp_path, monkeypatch
+):
+    """Temperature 1: every shard has a seed of its own, whichever were written before."""
+
+    class Killed(Exception):
+        pass
+
+    write = PathWriter.__call__
+    settings = ("sample.temperature=1", "sample.max_truncated=1", f"run_dir={tmp_path / 'stopped'}")
+    seen: list[int] = []
+
+    def dies(self: PathWriter, prompts: Any, seed: int) -> Any:
+        if len(seen) == 3:  # both shards of the held-out side and one of the train side are there
+            raise Killed
+        seen.append(seed)
+        return write(self, prompts, seed)
+
+    monkeypatch.setattr(PathWriter, "__call__", dies)
+    with pytest.raises(Killed):
+        run_phase(text_config(*settings))
+    resumed: list[int] = []
+
+    def counted(self: PathWriter, prompts: Any, seed: int) -> Any:
+        resumed.append(seed)
+        return write(self, prompts, seed)
+
+    monkeypatch.setattr(PathWriter, "__call__", counted)
+    _, directory = run_phase(text_config(*settings, "resume=true"))
+    assert len(resumed) == 2 and not set(resumed) & set(seen)
+    _, straight = run_phase(text_config(*settings, f"run_dir={tmp_path / 'straight'}"))
+    for name in ("train.jsonl", "held_out.jsonl", "card.json"):
+        assert (directory / name).read_bytes() == (straight / name).read_bytes()
 
 
 # -- what stops --------------------------------------------------------------------------------------------------------
