@@ -9,9 +9,7 @@ in memory together and a stopped run continues with the very rollouts it had.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from safetensors.torch import load_file, save
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import describe_inputs, hash_files, input_path, write_output
-from edge0_train.build import Student, build_student, build_teacher, check_tokenizer, sketch_student
+from edge0_train.build import Student, build_student, check_tokenizer, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.complete import PathWriter
 from edge0_train.data.gates import RowHealth, check_rows
@@ -40,9 +36,8 @@ from edge0_train.losses import (
     reverse_kl,
     reverse_kl_no_tail,
     sampled_token,
-    token_logp,
-    topk_with_tail,
 )
+from edge0_train.phases.scoring import Scored, Scorer, join, score
 from edge0_train.phases.student_sft import (
     SAMPLES,
     describe_predictability,
@@ -53,25 +48,8 @@ from edge0_train.phases.student_sft import (
 from edge0_train.phases.teacher_text import prompt_limit, write_shards
 from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
-from edge0_train.run import Run, my_share
+from edge0_train.run import Run
 from edge0_train.student import StudentPath, lora_tensors
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The teacher's view of one row's completion of C tokens, in float32.
-
-    Attributes:
-        ids_CS, logp_CS, log_tail_C: its top-k with their log-probabilities, and the log of the mass outside.
-        sampled_C, sampled_logp_C: the token that the student wrote, and the teacher's log-probability of it.
-    """
-
-    ids_CS: torch.Tensor
-    logp_CS: torch.Tensor
-    log_tail_C: torch.Tensor
-    sampled_C: torch.Tensor
-    sampled_logp_C: torch.Tensor
-
 
 BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
 LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
@@ -140,7 +118,7 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         rollout = _rollout(config, run, student, prompts.train[number * rows : (number + 1) * rows], number)
         first = RowHealth.of(_stored(run, 0)) if number else None
         check_rows(rollout, sample, f"student, round {number}", before=first)
-        return rollout, _score(config, run, scorer, student.chat.pad_id, rollout, number)
+        return rollout, score(config, _round(run, number), scorer, student.chat.pad_id, rollout)
 
     def window(step: int) -> list[ScoredBatch]:
         number, step_in_round = divmod(step, steps)
@@ -171,30 +149,6 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         prerouter_sha256=student.prerouter.sha256 if student.prerouter else None,
     )
     return {**result, "rounds": [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]}
-
-
-@dataclass
-class Scorer:
-    """The teacher when it is needed: kept, or (teacher.resident=false) loaded for a round while the student waits on the host."""
-
-    config: Config
-    student: Student
-    kept: StudentPath | None = None
-
-    def __post_init__(self) -> None:
-        if self.config.teacher.resident:
-            self.kept = build_teacher(self.config)
-
-    def __call__(self, score: Callable[[StudentPath], None]) -> None:
-        """Call `score` with the teacher on its device."""
-        if self.kept:
-            score(self.kept)
-            return
-        model, device = self.student.path.model, self.config.base.device
-        model.to("cpu")
-        score(build_teacher(self.config))
-        gc.collect()  # modules and hooks refer to each other: without it the teacher would stay beside the student
-        model.to(device)
 
 
 def _plan(config: Config, path: StudentPath) -> dict[str, str]:
@@ -233,54 +187,6 @@ def _rollout(config: Config, run: Run, student: Student, prompts: list[Prompt], 
     return write_shards(config, _round(run, number), writer, student.chat, prompts, f"rollout-{number}")
 
 
-def _score(config: Config, run: Run, scorer: Scorer, pad_id: int, rollout: list[TextRow], number: int) -> list[Scored]:
-    """The teacher's view of every row, cached as safetensors batch by batch, each rank its share of the batches."""
-    files = {
-        n: _round(run, number) / f"scores-{n:08d}.safetensors" for n in range(0, len(rollout), config.sample.batch)
-    }
-    missing = [start for start, file in files.items() if not file.exists()]
-    PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
-    mine = my_share(missing)
-
-    def score(teacher: StudentPath) -> None:
-        for start in mine:
-            batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
-            with atomic_replace(files[start]) as temporary:
-                temporary.write_bytes(save(_teacher_scores(teacher, batch, config.on_policy.top_k)))
-
-    if mine:
-        scorer(score)
-    PartialState().wait_for_everyone()
-    scores = []
-    for file in files.values():
-        stored = load_file(str(file))
-        lacking = [f.name for f in dataclasses.fields(Scored) if f.name not in stored]
-        if lacking:
-            raise Edge0Error(f"{file}: lacks {', '.join(lacking)}; it is from an older version: delete it and resume")
-        lengths = stored["lengths"].tolist()
-        columns = [stored[f.name].split(lengths) for f in dataclasses.fields(Scored)]
-        scores += [Scored(*row) for row in zip(*columns, strict=True)]
-    return scores
-
-
-@torch.no_grad()
-def _teacher_scores(teacher: StudentPath, batch: Batch, top_k: int) -> dict[str, torch.Tensor]:
-    """The fields of `Scored` at every completion token of the batch, row after row; `lengths` [B] tells the rows apart.
-
-    The teacher is native at its published K.
-    """
-    output = teacher.hidden(batch.input_ids_BT, teacher.native(teacher.tier.base_k), use_cache=False)
-    at_BT = batch.labels_BT != IGNORE
-    hidden_NH, sampled_N = output.last_hidden_state[at_BT], batch.labels_BT[at_BT]
-    parts = []
-    for hidden, sampled in zip(hidden_NH.split(1024), sampled_N.split(1024), strict=True):
-        logits = teacher.model.lm_head(hidden)
-        parts.append((*topk_with_tail(logits, top_k), sampled, token_logp(logits, sampled)))
-    columns = [torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True)]
-    names = [f.name for f in dataclasses.fields(Scored)]
-    return dict(zip(names, columns, strict=True)) | {"lengths": at_BT.sum(1).cpu()}
-
-
 def _window(
     rollout: list[TextRow], scores: list[Scored], indices: np.ndarray, micro_rows: int, student: Student
 ) -> list[ScoredBatch]:
@@ -289,7 +195,7 @@ def _window(
     parts = [indices[i : i + micro_rows] for i in range(0, len(indices), micro_rows)]
     return [
         ScoredBatch(
-            collate([rollout[i] for i in part], student.chat.pad_id, device), _join([scores[i] for i in part], device)
+            collate([rollout[i] for i in part], student.chat.pad_id, device), join([scores[i] for i in part], device)
         )
         for part in parts
     ]
@@ -312,9 +218,3 @@ def _loss(
     value, student_mass = chunked(with_mass, hidden_NH, path.model.lm_head, scored.ids_CS, *targets).unbind()
     said = {"teacher_mass": float(scored.logp_CS.exp().sum()), "student_mass": float(student_mass.detach())}
     return weigh_predictability(path, routing, predictability, value, said)
-
-
-def _join(scores: list[Scored], device: torch.device) -> Scored:
-    """Scores of several rows, one after the other, as `labels != IGNORE` flattens them."""
-    fields = [f.name for f in dataclasses.fields(Scored)]
-    return Scored(*(torch.cat([getattr(s, name) for s in scores]).to(device) for name in fields))

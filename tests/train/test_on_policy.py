@@ -8,7 +8,7 @@ import importlib
 import json
 import weakref
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,9 @@ from edge0_train.data.rows import IGNORE, TextRow, collate
 from edge0_train.losses import forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
 from edge0_train.measure.bench import warm_heads
 from edge0_train.measure.quality import repetition
-from edge0_train.phases.on_policy import LOSSES, Scored, ScoredBatch
+from edge0_train.phases import scoring
+from edge0_train.phases.on_policy import LOSSES, ScoredBatch
+from edge0_train.phases.scoring import Scored, score, teacher_scores
 from edge0_train.phases.student_sft import student_sft
 from edge0_train.run import open_run
 from edge0_train.student import StudentPath
@@ -56,7 +58,7 @@ def path() -> StudentPath:
 @pytest.fixture(scope="module")
 def scored(path: StudentPath) -> ScoredBatch:
     batch = collate(ROWS, pad_id=0)
-    tensors = on_policy._teacher_scores(path, batch, TOP_K)
+    tensors = teacher_scores(path, batch, TOP_K)
     assert tensors.pop("lengths").tolist() == [4, 2]
     return ScoredBatch(batch, Scored(**tensors))
 
@@ -121,13 +123,11 @@ def test_every_loss_sends_a_gradient_through_the_path(path, scored, kind):
 
 def test_scores_of_an_older_version_are_an_error_that_names_them(tmp_path: Path):
     """A resumed run must not train with scores that lack what its loss needs."""
-    run: Any = SimpleNamespace(directory=tmp_path)
-    (tmp_path / "round-000").mkdir()
     old = {"ids_CS": torch.zeros(6, 8), "logp_CS": torch.zeros(6, 8), "log_tail_C": torch.zeros(6)}
-    save_file(old | {"lengths": torch.tensor([4, 2])}, str(tmp_path / "round-000" / "scores-00000000.safetensors"))
+    save_file(old | {"lengths": torch.tensor([4, 2])}, str(tmp_path / "scores-00000000.safetensors"))
     scorer: Any = None
     with pytest.raises(Edge0Error, match="lacks sampled_C, sampled_logp_C"):
-        on_policy._score(config(), run, scorer, 0, ROWS, 0)
+        score(config(), tmp_path, scorer, 0, ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(t
     """Loaded once a round, never two at a time, and none while the student trains."""
     alive: list[weakref.ref[torch.nn.Module]] = []
     while_training: list[int] = []
-    build, loss = on_policy.build_teacher, on_policy._loss
+    build, loss = scoring.build_teacher, on_policy._loss
 
     def counted(made: Config) -> StudentPath:
         assert not any(one() for one in alive)
@@ -164,7 +164,7 @@ def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(t
         while_training.append(sum(one() is not None for one in alive))
         return loss(*arguments)
 
-    monkeypatch.setattr(on_policy, "build_teacher", counted)
+    monkeypatch.setattr(scoring, "build_teacher", counted)
     monkeypatch.setattr(on_policy, "_loss", watched)
     resident, _ = trained("resident")
     assert len(alive) == 1 and set(while_training) == {1}
