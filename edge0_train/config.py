@@ -49,9 +49,13 @@ class Base:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher: a transformers directory; it routes by its own gates at its published K."""
+    """The teacher: a transformers directory; it routes by its own gates at its published K.
+
+    resident: on_policy keeps it beside the student. Else it is loaded for each round's scores, with the student in host memory.
+    """
 
     directory: str
+    resident: bool
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,13 @@ class Heads:
         loss: kl, bce or kl_margin (losses.py).
         features: base (native routing, phase 1) or student (the heads' own decode-time features, refinement).
         joint_lr: student_sft trains the heads too, at this multiple of its rate; 0 keeps them frozen.
+        predictability: weight of `losses.routing_divergence` beside the loss of student_sft and on_policy; 0: not computed.
     """
 
     loss: str
     features: str
     joint_lr: float
+    predictability: float
 
 
 @dataclass(frozen=True)
@@ -289,6 +295,7 @@ def _validate(config: Config) -> None:
         ("sample.max_new_tokens", config.sample.max_new_tokens, 1),
         ("sample.temperature", config.sample.temperature, 0),
         ("heads.joint_lr", config.heads.joint_lr, 0),
+        ("heads.predictability", config.heads.predictability, 0),
         ("on_policy.rounds", config.on_policy.rounds, 1),
         ("on_policy.top_k", config.on_policy.top_k, 1),
         ("logger.every", config.logger.every, 1),

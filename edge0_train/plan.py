@@ -142,16 +142,14 @@ def describe_memory(
         f"trainables x {TRAINABLE_BYTES} B (value, gradient, two moments)": TRAINABLE_BYTES
         * _numel(trainable.values()),
     }
-    if config.phase == "on_policy":
+    if config.phase == "on_policy" and config.teacher.resident:
         parts[f"the teacher, as many values as the base ({config.base.dtype})"] = width * _numel(
             path.model.parameters()
         )
     if not through_base:
-        head = tier.head_input + 2 * experts + 2 * tier.head_width
-        formula = (
-            f"{tokens:,} tokens x ({width} B x one layer's (12 H + K (2 H + 3 I)) + 4 B x owners x (F + 2 E + 2 width))"
-        )
-        parts[f"activations: {formula}"] = tokens * (width * one_layer + 4 * len(tier.owners) * head)
+        head = 2 * tier.head_input + 2 * experts + 2 * tier.head_width
+        formula = f"{tokens:,} tokens x ({width} B x one layer's (12 H + K (2 H + 3 I)) + 4 B x one head's (2 F + 2 E + 2 width))"
+        parts[f"activations: {formula}"] = tokens * (width * one_layer + 4 * head)
     else:
         if config.base.gradient_checkpointing:
             formula, kept = "(layers x H + one layer's (12 H + K (2 H + 3 I)))", layers * hidden + one_layer

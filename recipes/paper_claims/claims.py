@@ -204,6 +204,17 @@ CLAIMS = (
     _closer("refinement and joint heads are better after SFT", "paper_sft", "ours_sft", ours=True),
     _closer("refinement and joint heads are better in the end", "paper", "ours", ours=True),
     _answers("... in answers", "ours", "paper", ours=True),
+    Claim(
+        "a LoRA trained for it makes routing predictable",
+        "recall_own predictable_weak - ours_sft",
+        gain("recall_own", "predictable_weak", "ours_sft"),
+        above=0.0,
+        ours=True,
+    ),
+    _closer("... and that is better after SFT", "ours_sft", "predictable_weak", ours=True),
+    _answers("... in answers", "predictable_weak", "ours_sft", ours=True),
+    _closer("heads are better by KL than by BCE", "heads_bce", "heads", ours=True),
+    _closer("heads are better by KL + margin than by KL", "heads", "heads_kl_margin", ours=True),
     # beyond a model of 3 MB in memory
     Claim("prerouting speeds decoding up by 80 to 84 % (K=2, 4, 8; 16 GB)", "needs experts on a real SSD"),
     Claim("20.4 tok/s in 2.9 GiB on a Mac mini M4 Pro", "needs the hardware and the 35B model"),
