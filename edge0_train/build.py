@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -17,8 +17,10 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file, strict_json
 from edge0_train.adapters import BaseInfo, base_info, read_input
 from edge0_train.base import load_base, load_teacher
+from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import empty_model
 from edge0_train.base.names import family_names
+from edge0_train.base.weights import Residency
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.rows import TextData
@@ -49,7 +51,10 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
     base = base_info(config)
     heads_file, lora_file = read_input(config, "prerouter", prerouter), read_input(config, "lora", lora)
     check_binding(base.fingerprint, heads_file, lora_file)
-    model, _ = load_base(config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device)
+    packed = cast(Residency, config.base.residency) if config.base.storage == "packed" else None
+    model, _ = load_base(
+        config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device, packed=packed
+    )
     model.set_experts_implementation(EXPERTS)
     heads = None
     if heads_file:
@@ -84,6 +89,8 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
     described.check_architecture(config.tier)
     model = empty_model(described.text_config(), names, DTYPES[config.base.dtype])
     model.requires_grad_(False)
+    if config.base.storage == "packed":
+        pack_sketch(model, found, names, DTYPES[config.base.dtype])
     with torch.device("meta"):
         if lora:
             add_lora(model, config.tier)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, check_fields
+from edge0_train.base.weights import RESIDENCIES
 
 PHASE_NAMES = (
     "quantize",
@@ -37,6 +38,8 @@ ON_POLICY_LOSSES = ("reverse_kl", "forward_kl", "reverse_kl_no_tail", "sampled_t
 class Base:
     """The int4 checkpoint in MLX's layout, and how its dequantisation is held (f32 arithmetic, rounded once to dtype).
 
+    storage: bf16 (all values, in `dtype`) or packed (int4 codes; a module that runs has the same values).
+    residency: where the codes of a packed base lie: device, host (memory) or disk (mapped files).
     gradient_checkpointing: phases that train the LoRA keep one tensor a layer and compute the rest again in backward.
     """
 
@@ -44,6 +47,8 @@ class Base:
     source: str
     dtype: str
     device: str
+    storage: str
+    residency: str
     gradient_checkpointing: bool
 
 
@@ -275,6 +280,12 @@ def _validate(config: Config) -> None:
         one_of("chain", name, PHASE_NAMES)
     one_of("heads.features", config.heads.features, ("base", "student"))
     one_of("base.dtype", config.base.dtype, ("float32", "bfloat16"))
+    one_of("base.storage", config.base.storage, ("bf16", "packed"))
+    one_of("base.residency", config.base.residency, RESIDENCIES)
+    if config.base.residency != "device" and config.base.storage != "packed":
+        raise Edge0Error(
+            f"base.residency: {config.base.residency} needs base.storage=packed (it is {config.base.storage}); set both"
+        )
     one_of("sample.backend", config.sample.backend, ("transformers", "vllm"))
     one_of("optim.schedule", config.optim.schedule, ("constant", "cosine"))
     one_of("heads.loss", config.heads.loss, ("kl", "bce", "kl_margin"))
