@@ -377,16 +377,21 @@ def _shared(a_NK: torch.Tensor, b_NK: torch.Tensor, experts: int) -> float:
 
 SURVIVAL_BATCHES = 4
 """Of `ROWS` rows, for the logits: enough, and every batch runs three models."""
-GROUPS = {"self_attn": "attention", "linear_attn": "linear attention", "shared_expert": "shared expert"}
+GROUPS = {
+    "linear_attn": "linear attention", "self_attn": "attention", "attention": "attention",
+    "shared_expert": "shared expert", "shared_experts": "shared expert", "mlp": "dense MLP",
+}  # fmt: skip
+"""By the first of these path elements; Ling's `attention` is of both kinds."""
 
 
 def _merged_weights(bench: Bench) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
-    """(MLX path, LoRA layer, U, M) of every target: W + delta, float32, and that as the base's kind of int4 would hold it.
+    """(MLX path, LoRA layer, U, M) of every target: W + delta, float32, and that as the base would hold it, int4 or bfloat16.
 
     As mlx-lm's fuse does, the sum is quantised from bfloat16, the dtype of the checkpoint's scales.
     """
     model, tier = bench.student.path.model, bench.config.tier
-    quantised = Checkpoint.open(Path(bench.config.base.directory)).config.get("quantization")
+    checkpoint = Checkpoint.open(Path(bench.config.base.directory))
+    quantised = checkpoint.config.get("quantization")
     if not quantised:
         raise Edge0Error(f"base.directory: {bench.config.base.directory} is not quantised; merging loses nothing there")
     for path in tier.lora_modules():
@@ -394,9 +399,11 @@ def _merged_weights(bench: Bench) -> Iterator[tuple[str, Any, torch.Tensor, torc
         how = quantised.get(path, quantised)
         delta = layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER]
         unmerged = layer.base_layer.weight.float() + delta.float()
-        packed = quantize(unmerged.bfloat16(), how["bits"], how["group_size"])
-        again = dequantize_once(*packed, how["bits"], how["group_size"], torch.float32)
-        yield path, layer, unmerged, again
+        again = unmerged.bfloat16()
+        if f"{path}.scales" in checkpoint.entries:
+            packed = quantize(again, how["bits"], how["group_size"])
+            again = dequantize_once(*packed, how["bits"], how["group_size"], torch.float32)
+        yield path, layer, unmerged, again.float()
 
 
 @contextmanager
