@@ -83,7 +83,7 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
         raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
     try:
         found = names.mlx_config(strict_json(file.read_bytes()))
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, KeyError) as error:
         raise Edge0Error(f"{file}: not a model's config.json ({error}); download it again") from error
     described = Checkpoint(file.parent, found, {})
     described.check_architecture(config.tier)

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from edge0_runtime.contract.tier import Tier
+from edge0_train.base import transformers_module
 from edge0_train.base.packed import unpacked_numel
 from edge0_train.config import Config, Optim
 from edge0_train.data.rows import TextData, TextRow, read_data
@@ -121,13 +123,13 @@ def describe_step(rows: Rows, optim: Optim) -> str:
 
 def lora_modules(model: nn.Module, tier: Tier) -> list[tuple[str, int]]:
     """[("<module below its layer> [in -> out]", how many)] of the modules that carry a LoRA, in the tier's order."""
-    found: Counter[str] = Counter()
-    for name, module in model.named_modules():
+    found: Counter[tuple[int, str]] = Counter()
+    for path in tier.lora_modules():
+        module: Any = model.get_submodule(transformers_module(tier.family, path))
         if isinstance(module, LoraLayer):
-            kind = next(target for target in tier.lora.targets if name.endswith("." + target))
-            found[f"{kind} [{module.in_features} -> {module.out_features}]"] += 1
-    order = {target: number for number, target in enumerate(tier.lora.targets)}
-    return sorted(found.items(), key=lambda pair: order[pair[0].split(" ")[0]])
+            at = next(n for n, target in enumerate(tier.lora.targets) if path.endswith(f".{target}"))
+            found[at, f"{tier.lora.targets[at]} [{module.in_features} -> {module.out_features}]"] += 1
+    return [(kind, count) for (_, kind), count in sorted(found.items())]
 
 
 def describe_memory(

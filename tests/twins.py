@@ -18,14 +18,14 @@ class Twin:
     """One family's tiny random model.
 
     Attributes:
-        architecture: its numbers.
+        config: the text part of a config.json that transformers can build it from.
         tier: (**overrides of the tier's fields or the architecture's) -> a tier for it.
         write: (directory, seed, **overrides of the config) -> a transformers directory that mlx-lm reads too.
         random: (tier, seed) -> a frozen float32 model in memory.
         targets: LoRA targets of every kind that the family has.
     """
 
-    architecture: Mapping[str, Any]
+    config: Mapping[str, Any]
     tier: Callable[..., Tier]
     write: Callable[..., Path]
     random: Callable[..., torch.nn.Module]
@@ -42,7 +42,7 @@ TWINS = {
          "mlp.shared_expert.down_proj"),
     ),
     "bailing_moe_v3": Twin(
-        tiny_ling.ARCHITECTURE,
+        tiny_ling.ling_config(),
         tiny_ling.tiny_ling_tier,
         tiny_ling.tiny_ling,
         tiny_ling.random_ling,

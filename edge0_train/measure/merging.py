@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
+from torch import nn
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
@@ -19,11 +20,12 @@ from edge0_train.student.lora import ADAPTER
 
 
 def merged_weights(path: StudentPath, base_directory: str) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
-    """(MLX path, LoRA layer, U, M) of every target: W + delta, float32, and that as the base's kind of int4 would hold it.
+    """(MLX path, LoRA layer, U, M) of every target: W + delta, float32, and that as the base would hold it, int4 or bfloat16.
 
     As mlx-lm's fuse does, the sum is quantised from bfloat16, the dtype of the checkpoint's scales.
     """
-    quantised = Checkpoint.open(Path(base_directory)).config.get("quantization")
+    checkpoint = Checkpoint.open(Path(base_directory))
+    quantised = checkpoint.config.get("quantization")
     if not quantised:
         raise Edge0Error(f"base.directory: {base_directory} is not quantised; merging loses nothing there")
     for name in path.tier.lora_modules():
@@ -31,21 +33,25 @@ def merged_weights(path: StudentPath, base_directory: str) -> Iterator[tuple[str
         how = quantised.get(name, quantised)
         delta = layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER]
         unmerged = layer.base_layer.weight.float() + delta.float()
-        packed = quantize(unmerged.bfloat16(), how["bits"], how["group_size"])
-        again = dequantize_once(*packed, how["bits"], how["group_size"], torch.float32)
-        yield name, layer, unmerged, again
+        again = unmerged.bfloat16()
+        if f"{name}.scales" in checkpoint.entries:
+            packed = quantize(again, how["bits"], how["group_size"])
+            again = dequantize_once(*packed, how["bits"], how["group_size"], torch.float32)
+        yield name, layer, unmerged, again.float()
 
 
 @contextmanager
 @torch.no_grad()
 def merged(path: StudentPath, base_directory: str) -> Iterator[None]:
     """Inside the block the base's targets hold the merged and requantised weights (the caller switches the LoRA off)."""
-    before: list[tuple[LoraLayer, torch.Tensor]] = []
+    before: list[tuple[LoraLayer, nn.Module]] = []
     try:
         for _, layer, _, again in merged_weights(path, base_directory):
-            before.append((layer, layer.base_layer.weight.data))
-            layer.base_layer.weight.data = again.to(layer.base_layer.weight.dtype)
+            before.append((layer, layer.base_layer))
+            dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            dense.weight = nn.Parameter(again.to(layer.base_layer.weight.dtype), requires_grad=False)
+            layer.base_layer = dense  # whatever kind the base's own module is
         yield
     finally:
-        for changed, weight in before:
-            changed.base_layer.weight.data = weight
+        for changed, module in before:
+            changed.base_layer = module

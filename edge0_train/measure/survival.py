@@ -13,7 +13,11 @@ from edge0_train.measure.merging import merged_weights
 
 SURVIVAL_BATCHES = 4
 """Of `ROWS` rows, for the logits: enough, and every batch runs three models."""
-GROUPS = {"self_attn": "attention", "linear_attn": "linear attention", "shared_expert": "shared expert"}
+GROUPS = {
+    "linear_attn": "linear attention", "self_attn": "attention", "attention": "attention",
+    "shared_expert": "shared expert", "shared_experts": "shared expert", "mlp": "dense MLP",
+}  # fmt: skip
+"""By the first of these path elements; Ling's `attention` is of both kinds."""
 
 
 def survival(bench: Bench, stage: Stage) -> dict[str, float]:

@@ -12,43 +12,67 @@ from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import mlx_module, transformers_module
 from edge0_train.base.load import empty_model, parameter_shapes
 from edge0_train.base.names import family_names
-from tests.tiny_models import ARCHITECTURE, tiny_tier
+from tests.tiny_models import ARCHITECTURE
+from tests.twins import TWINS
 
 NAMES = family_names("qwen3_5_moe")
+FAMILIES = pytest.mark.parametrize("family", TWINS)
 
 
-def shapes(**overrides) -> dict[str, tuple[int, ...]]:
-    return parameter_shapes(empty_model(ARCHITECTURE | overrides, NAMES, torch.float32))
+def shapes(family: str = "qwen3_5_moe", **overrides) -> dict[str, tuple[int, ...]]:
+    names = family_names(family)
+    return parameter_shapes(empty_model({**TWINS[family].config, **overrides}, names, torch.float32))
 
 
-def test_every_parameter_has_a_row_and_every_row_a_parameter() -> None:
-    links = {name: NAMES.links_of_hf(name, ARCHITECTURE) for name in shapes()}
+@FAMILIES
+def test_every_parameter_has_a_row_and_every_row_a_parameter(family: str) -> None:
+    names, config = family_names(family), TWINS[family].config
+    links = {name: names.links_of_hf(name, config) for name in shapes(family)}
     assert [name for name, found in links.items() if not found] == []
     rows = {re.sub(r"\.layers\.\d+\.", ".layers.{n}.", name) for name in links}
-    assert rows == {row.hf for row in NAMES.table}
+    if family == "bailing_moe_v3":
+        rows.add("model.layers.{n}.self_attn.q_proj.weight")  # also of latent attention without q_lora_rank
+        assert names.links_of_hf("model.layers.3.self_attn.q_proj.weight", config)
+    assert rows == {row.hf for row in names.table}
 
 
-def test_both_directions_meet() -> None:
-    seen: set[str] = set()
-    for name in shapes():
-        (link,) = NAMES.links_of_hf(name, ARCHITECTURE)
-        assert link.hf == name
-        for mlx_name in link.mlx:
-            assert NAMES.link_of_mlx(mlx_name) == link
-            assert mlx_name not in seen
-            seen.add(mlx_name)
+@FAMILIES
+def test_both_directions_meet(family: str) -> None:
+    names, seen = family_names(family), set()
+    for name in shapes(family):
+        for link in names.links_of_hf(name, TWINS[family].config):
+            assert link.hf == name
+            for mlx_name in link.mlx:
+                found = names.link_of_mlx(mlx_name)
+                assert found is not None and found.hf == name
+                assert mlx_name not in seen or link.change == "channels"
+                seen.add(mlx_name)
 
 
-def test_values_survive_the_way_there_and_back() -> None:
-    random = torch.Generator().manual_seed(0)
-    for name, shape in shapes().items():
-        (link,) = NAMES.links_of_hf(name, ARCHITECTURE)
-        value = torch.randn(shape, generator=random).bfloat16().float()
-        parts = link.to_mlx(value, ARCHITECTURE)
-        assert len(parts) == len(link.mlx)
-        assert link.hf_shape([part.shape for part in parts]) == shape
-        back = link.to_hf(parts)
-        assert torch.equal(back, value) or (link.change == "one_centred" and torch.allclose(back, value, atol=2e-7))
+@FAMILIES
+def test_values_survive_the_way_there_and_back(family: str) -> None:
+    random, config = torch.Generator().manual_seed(0), TWINS[family].config
+    for name, shape in shapes(family).items():
+        for link in family_names(family).links_of_hf(name, config):
+            value = torch.randn(shape, generator=random).bfloat16().float()
+            parts = link.to_mlx(value, config)
+            assert len(parts) == len(link.mlx)
+            assert link.hf_shape([part.shape for part in parts]) == shape
+            back = link.to_hf(parts)
+            assert torch.equal(back, value) or (link.change == "one_centred" and torch.allclose(back, value, atol=2e-7))
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "mlx"),
+    [
+        (0, "o_proj", "o_proj"), (3, "o_proj", "dense"), (3, "kv_b_proj", "kv_b_proj"), (0, "forget_gate.f_proj", "f_proj"),
+    ],
+)  # fmt: skip
+def test_a_name_means_another_module_in_another_kind_of_layer(layer: int, name: str, mlx: str) -> None:
+    config = TWINS["bailing_moe_v3"].config
+    hf_path, mlx_path = f"model.layers.{layer}.self_attn.{name}", f"model.layers.{layer}.attention.{mlx}"
+    assert mlx_module("bailing_moe_v3", hf_path, config) == mlx_path
+    assert transformers_module("bailing_moe_v3", mlx_path) == hf_path
 
 
 def test_gate_and_up_are_the_halves_of_the_fused_experts() -> None:
@@ -71,19 +95,19 @@ def test_norms_are_shifted_by_one_except_the_gated_one() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["35b", "nano"])
+@pytest.mark.parametrize("name", ["35b", "8b", "nano"])
 def test_every_lora_module_of_a_tier_maps_both_ways(name: str) -> None:
     tier = builtin_tier(name)
     paths = tier.lora_modules()
     mapped = [transformers_module(tier.family, path) for path in paths]
     assert [mlx_module(tier.family, path, tier.architecture) for path in mapped] == list(paths)
-    if name == "35b":
-        assert len(mapped) == 310
+    assert len(mapped) == {"35b": 310, "8b": 153}.get(name, len(paths))
 
 
-def test_lora_modules_are_linear_layers_of_the_transformers_model() -> None:
-    tier = tiny_tier()
-    model = empty_model(ARCHITECTURE, NAMES, torch.float32)
+@FAMILIES
+def test_lora_modules_are_linear_layers_of_the_transformers_model(family: str) -> None:
+    tier = TWINS[family].tier()
+    model = empty_model(TWINS[family].config, family_names(family), torch.float32)
     for path, (in_features, out_features) in tier.layout.linear_modules(tier.architecture).items():
         module = model.get_submodule(transformers_module(tier.family, path))
         assert (module.in_features, module.out_features) == (in_features, out_features), path
@@ -125,6 +149,32 @@ def test_only_vision_and_multi_token_prediction_are_dropped() -> None:
         assert NAMES.is_dropped(name, ARCHITECTURE)
     for name in ("language_model.model.norm.weight", "lm_head.weight", "model.layers.0.mtp_gate.weight"):
         assert not NAMES.is_dropped(name, ARCHITECTURE)
+
+
+def test_what_belongs_to_no_model_of_ling_is_dropped() -> None:
+    names, config = family_names("bailing_moe_v3"), TWINS["bailing_moe_v3"].config
+    for name in ("model.layers.1.mlp.pregate.fc1.weight", "model.layers.4.attention.dense.weight"):
+        assert names.is_dropped(name, config)
+    for name in ("model.layers.3.mlp.pregate_fc1.weight", "model.layers.3.mlp.gate.weight", "model.norm.weight"):
+        assert not names.is_dropped(name, config)
+
+
+def test_ling_s_config_has_mlx_lm_s_names_whoever_saved_it() -> None:
+    made = family_names("bailing_moe_v3").mlx_config({
+        "model_type": "bailing_hybrid", "architectures": ["BailingHybridForCausalLM"], "_name_or_path": "x",
+        "num_hidden_layers": 4, "first_k_dense_replace": 1, "layer_group_size": 4, "moe_intermediate_size": 64,
+        "head_dim": 16, "linear_head_dim": 32, "num_expert_group": 4, "num_experts_per_token": 2,
+        "model_max_length": 512, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    })  # fmt: skip
+    assert made == {
+        "model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"],
+        "num_hidden_layers": 4, "first_k_dense_replace": 1, "layer_group_size": 4, "moe_intermediate_size": 64,
+        "head_dim": 32, "n_group": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512, "rope_theta": 1e4,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "moe_shared_expert_intermediate_size": 64, "no_kda_lora": True, "kda_safe_gate": True,
+    }  # fmt: skip
 
 
 def test_a_flat_config_is_nested_and_completed_for_mlx() -> None:

@@ -11,10 +11,14 @@ import torch
 from edge0_train.data.rows import IGNORE, TextRow, collate, pack
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora
 from edge0_train.student.packing import Documents
-from tests.tiny_models import random_qwen3_5_moe, tiny_tier
+from tests.twins import TWINS
 
-TIER = tiny_tier(
-    k=2, num_experts_per_tok=4, num_hidden_layers=5, lora={"r": 4, "alpha": 8, "targets": ["linear_attn.out_proj"]}
+TIER, LING = (
+    TWINS[family].tier(k=2, num_experts_per_tok=4, num_hidden_layers=5, lora={"r": 4, "alpha": 8, "targets": targets})
+    for family, targets in (
+        ("qwen3_5_moe", ["linear_attn.out_proj"]),
+        ("bailing_moe_v3", ["attention.v_proj", "attention.o_proj", "attention.kv_b_proj"]),
+    )
 )
 LENGTHS = ((1, 6), (3, 9), (7, 2), (2, 5), (4, 12))
 VARIANTS = {
@@ -22,25 +26,29 @@ VARIANTS = {
     "gate-teacher": dataclasses.replace(TIER, feature_topk="teacher"),
     "predicted-executed": dataclasses.replace(TIER, first_token="predicted"),
     "predicted-teacher": dataclasses.replace(TIER, first_token="predicted", feature_topk="teacher"),
+    "ling-predicted-teacher": LING,
+    "ling-gate-executed": dataclasses.replace(LING, first_token="gate", feature_topk="executed"),
 }
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+def models() -> dict[str, torch.nn.Module]:
+    """By family."""
     torch.manual_seed(0)
-    model = add_lora(random_qwen3_5_moe(TIER), TIER)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
-    return model
+    made = {tier.family: add_lora(TWINS[tier.family].random(tier), tier) for tier in (TIER, LING)}
+    for model in made.values():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+    return made
 
 
-def student(model: torch.nn.Module, variant: str) -> StudentPath:
+def student(models: dict[str, torch.nn.Module], variant: str) -> StudentPath:
     torch.manual_seed(1)
     heads = PrerouterHeads(VARIANTS[variant])
     for parameter in heads.parameters():
         parameter.data = 3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
-    return StudentPath(copy.deepcopy(model), VARIANTS[variant], heads)
+    return StudentPath(copy.deepcopy(models[VARIANTS[variant].family]), VARIANTS[variant], heads)
 
 
 def rows() -> list[TextRow]:
@@ -50,11 +58,11 @@ def rows() -> list[TextRow]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_rows_equal_rows_alone(model: torch.nn.Module, variant: str) -> None:
+def test_packed_rows_equal_rows_alone(models: dict[str, torch.nn.Module], variant: str) -> None:
     """Hidden states, executed sets, and the gradient of every LoRA factor and head."""
     results = []
     for pack_length in (0, 24):
-        path = student(model, variant)
+        path = student(models, variant)
         batch = collate(rows(), pad_id=0, pack_length=pack_length)
         assert (len(batch.input_ids_BT) < len(rows())) == bool(pack_length)
         routing = path.predicted(batch.decoded_BT, batch.start_BT)
@@ -77,9 +85,10 @@ def test_packed_rows_equal_rows_alone(model: torch.nn.Module, variant: str) -> N
             assert (packed_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
-def test_a_document_does_not_see_the_one_before(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize("variant", ["gate-executed", "ling-predicted-teacher"])
+def test_a_document_does_not_see_the_one_before(models: dict[str, torch.nn.Module], variant: str) -> None:
     """Changing every token of the first document leaves the second as it was."""
-    path = student(model, "gate-executed")
+    path = student(models, variant)
     batch = collate(rows()[:2], pad_id=0, pack_length=64)
     second = int(batch.start_BT[0].nonzero()[1])
     outputs = []

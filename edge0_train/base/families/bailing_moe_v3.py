@@ -102,20 +102,16 @@ def _mlx_config(config: Config) -> dict[str, Any]:
         made.setdefault("rope_scaling", rope)
     if "rope_theta" in rope:
         made["rope_theta"] = rope["rope_theta"]
-    layers = range(made["num_hidden_layers"])
-    for field, other, kinds in (
-        (
-            "layer_types",
-            "layer_group_size",
-            ["full_attention" if _is_mla(made, n) else "linear_attention" for n in layers],
-        ),
+    for field, other, kind in (
+        ("layer_types", "layer_group_size", lambda n: "full_attention" if _is_mla(made, n) else "linear_attention"),
         (
             "mlp_layer_types",
             "first_k_dense_replace",
-            ["dense" if n < made["first_k_dense_replace"] else "sparse" for n in layers],
+            lambda n: "sparse" if n >= made["first_k_dense_replace"] else "dense",
         ),
     ):
-        if made.pop(field, kinds) != kinds:
+        kinds = made.pop(field, [])
+        if kinds != [kind(n) for n in range(len(kinds))]:
             raise Edge0Error(
                 f"config.json {field}: not the layers of {other} = {made[other]}, which is all that mlx-lm knows;"
                 " correct the field or choose another model"
