@@ -10,31 +10,25 @@ per-expert names and the flat config of `save_pretrained`, and needs no mlx.
 from __future__ import annotations
 
 import json
-import math
-import os
-import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from edge0_runtime.contract.checkpoint import INDEX_NAME, Checkpoint
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.tier import Tier
-from edge0_train.base.affine import quantize
+from edge0_train.base.layout import Target, cast_dtype, link_targets, quantization_block
 from edge0_train.base.load import empty_model, parameter_shapes
 from edge0_train.base.names import FamilyNames, Link, family_names
+from edge0_train.base.shards import SHARD_BYTES, Group, check_new, new_directory, write_json, write_shards
 from edge0_train.base.weights import FLOATS, TORCH_DTYPES, read_tensor
 
-BITS = {"int4": 4, "int8": 8}
-GROUP_SIZE = 64
-SHARD_BYTES = 5 << 30  # mlx-lm's
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,44 +39,6 @@ COPIED = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_CAST_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Target:
-    """One MLX tensor to write: of `dtype` if `bits` is 0; else packed, with scales and biases of `dtype`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bits: int
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
-
-    def stored(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """{tensor name: (shape, dtype)} as written."""
-        if not self.bits:
-            return {self.name: (self.shape, self.dtype)}
-        *rows, width = self.shape
-        groups = (*rows, width // GROUP_SIZE)
-        return {
-            self.name: ((*rows, width * self.bits // 32), torch.uint32),
-            f"{self.module}.scales": (groups, self.dtype),
-            f"{self.module}.biases": (groups, self.dtype),
-        }
-
-    def make(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors to write, from the float one. Raises Edge0Error if a value is not finite."""
-        made = (tensor,) if not self.bits else quantize(tensor, self.bits, GROUP_SIZE)
-        if not all(part.isfinite().all() for part in made if part.is_floating_point()):
-            raise Edge0Error(
-                f"{self.name}: has values that are not finite in {self.dtype}; "
-                "the source is damaged, or needs a wider dtype in its config.json"
-            )
-        return dict(zip(self.stored(), made, strict=True))
 
 
 @dataclass(frozen=True)
@@ -108,8 +64,14 @@ class Job:
         if not self.parts:
             yield from self.link.to_mlx(read_tensor(*source.entries[self.whole]), self.config)
 
-    def nbytes(self) -> int:
-        return sum(_nbytes(*kind) for target in self.targets for kind in target.stored().values())
+    def group(self, source: Checkpoint) -> Group:
+        """What it writes."""
+
+        def make() -> Iterator[tuple[str, torch.Tensor]]:
+            for target, tensor in zip(self.targets, self.tensors(source), strict=True):
+                yield from target.make(tensor.to(target.dtype)).items()
+
+        return Group({name: kind for target in self.targets for name, kind in target.stored().items()}, make)
 
 
 def quantize_checkpoint(
@@ -129,8 +91,7 @@ def quantize_checkpoint(
             or no room.
     """
     out_dir = Path(out_dir)
-    if out_dir.exists():
-        raise Edge0Error(f"output directory {out_dir} exists; delete it or name another one")
+    check_new(out_dir)
     names = family_names(tier.family)
     source = Checkpoint.open(source_dir)
     source.check_architecture(tier)
@@ -144,14 +105,13 @@ def quantize_checkpoint(
     config = _deployed_config(source, names)
     jobs, dropped = _plan(source, config, names)
     targets = [target for job in jobs for target in job.targets]
-    block: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": 4, "mode": "affine"}
-    block |= {t.module: {"group_size": GROUP_SIZE, "bits": t.bits} for t in targets if t.bits not in (0, 4)}
-    config["quantization"] = config["quantization_config"] = block
+    config["quantization"] = config["quantization_config"] = quantization_block(targets)
 
-    total = sum(job.nbytes() for job in jobs)
-    with _new_directory(out_dir, total) as partial:
-        shards = _write_shards(partial, source, jobs, shard_bytes)
-        _write_json(partial / "config.json", dict(sorted(config.items())))
+    groups = [job.group(source) for job in jobs]
+    total = sum(group.nbytes() for group in groups)
+    with new_directory(out_dir, total) as partial:
+        shards = write_shards(partial, groups, shard_bytes)
+        write_json(partial / "config.json", dict(sorted(config.items())))
         copied = [name for name in COPIED if (source.directory / name).is_file()]
         for name in copied:
             shutil.copyfile(source.directory / name, partial / name)
@@ -186,8 +146,7 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
     Raises Edge0Error listing every tensor that is missing, left over, or of a wrong shape or dtype.
     """
     text_config = config.get("text_config", config)
-    # mlx-lm's rule: a flat config's `dtype` does not count. None leaves every tensor in its own dtype.
-    cast = _CAST_DTYPES.get(config.get("torch_dtype") or config.get("text_config", {}).get("dtype"))
+    cast = cast_dtype(config)
     shapes = parameter_shapes(empty_model(text_config, names, torch.float32))
     wanted = [name for name in source.entries if not names.is_dropped(name, text_config)]
     on_disk = {names.hf_name(name): name for name in wanted}
@@ -205,7 +164,6 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
             continue
         link = links[0]
         made = link.to_mlx(torch.empty(shape, device="meta"), text_config)
-        shapes_mlx = [tuple(tensor.shape) for tensor in made]
         pieces = {hf_name: tuple(shape)}
         parts: tuple[tuple[str, ...], ...] = ()
         if link.disk and hf_name not in on_disk:
@@ -233,7 +191,7 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
                 link,
                 on_disk.get(hf_name, ""),
                 tuple(tuple(on_disk[name] for name in group) for group in parts),
-                tuple(Target(*kind, dtype, _bits(link, kind[1])) for kind in zip(link.mlx, shapes_mlx, strict=True)),
+                link_targets(link, [tuple(tensor.shape) for tensor in made], dtype),
                 text_config,
             )
         )
@@ -244,88 +202,3 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> 
         "give a complete transformers model of the tier",
     )
     return jobs, len(source.entries) - len(wanted)
-
-
-def _bits(link: Link, shape: Sequence[int]) -> int:
-    """Code width; 0 for a float tensor. Like mlx-lm, what groups do not divide stays float."""
-    return 0 if link.stored == "float" or shape[-1] % GROUP_SIZE else BITS[link.stored]
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-# -- writing
-
-
-def _write_shards(directory: Path, source: Checkpoint, jobs: Sequence[Job], shard_bytes: int) -> int:
-    """Write model.safetensors, or numbered shards and their index. Returns the number of shards."""
-    shards: list[list[Job]] = []
-    room = 0
-    for job in jobs:
-        if not shards or job.nbytes() > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(job)
-        room -= job.nbytes()
-    weight_map: dict[str, str] = {}
-    for n, shard in enumerate(shards, start=1):
-        numbered = f"model-{n:05d}-of-{len(shards):05d}.safetensors"
-        file_name = numbered if len(shards) > 1 else "model.safetensors"
-        weight_map |= dict.fromkeys(_write_shard(directory / file_name, source, shard), file_name)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(job.nbytes() for job in jobs)},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        _write_json(directory / INDEX_NAME, index)
-    return len(shards)
-
-
-def _write_shard(path: Path, source: Checkpoint, jobs: Sequence[Job]) -> list[str]:
-    """Header first, from the plan; then each tensor at its place, as it is made. Returns the tensor names."""
-    stored = {name: kind for job in jobs for target in job.targets for name, kind in target.stored().items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    starts: dict[str, int] = {}
-    end = 0
-    # Wide dtypes first, so that every tensor is aligned to its own.
-    for name in sorted(stored, key=lambda name: (-stored[name][1].itemsize, name)):
-        shape, dtype = stored[name]
-        starts[name], end = end, end + _nbytes(shape, dtype)
-        offsets = [starts[name], end]
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for job in jobs:
-            for target, tensor in zip(job.targets, job.tensors(source), strict=True):
-                for name, part in target.make(tensor.to(target.dtype)).items():
-                    assert (tuple(part.shape), part.dtype) == stored[name], name
-                    file.seek(8 + len(text) + starts[name])
-                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    return list(stored)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _new_directory(path: Path, needed_bytes: int) -> Iterator[Path]:
-    """A directory that the body fills; it takes its name when the body is done, and vanishes if it fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < needed_bytes:
-        raise Edge0Error(
-            f"output directory {path}: needs {needed_bytes} bytes, {free} are free; free some or name another"
-        )
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    partial.mkdir()
-    try:
-        yield partial
-        os.rename(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after the rename there is nothing to remove

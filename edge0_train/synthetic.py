@@ -1,0 +1,266 @@
+"""A checkpoint of a tier's exact names and shapes with random values: for measuring at scale without the real weights.
+
+    tier = shrink(builtin_tier("35b"), {"num_hidden_layers": 12})
+    write_base(directory, tier, seed=0)
+    write_adapters(directory, tier, overlap=0.25, seed=0)
+
+Codes are uniform, so a weight is uniform too, of a variance that keeps activations at the size of their inputs. Quality is
+nil; names, shapes, bytes, and how many experts a step shares with the one before are what it is for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from edge0_runtime.contract.artifacts import write_adapter
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.provenance import Provenance
+from edge0_runtime.contract.tier import Tier
+from edge0_train.adapters import tool_version
+from edge0_train.base.layout import Target, checkpoint_layout, quantization_block
+from edge0_train.base.names import family_names
+from edge0_train.base.quantize_model import COPIED
+from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
+from edge0_train.run import code_commit
+from edge0_train.student.routing import multi_hot, select
+
+ROUTER_GAIN = 3.0  # a router's logits of a deviation of 3: the chosen experts' weights differ
+HEAD_NOISE = 0.25  # deviation of what hidden state and token add to an overlapping head's logits
+LORA_SHARE = 0.1  # deviation of a LoRA's delta, of the module's own output
+SIMULATED = 512  # tokens
+
+
+def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) -> Tier:
+    """The tier with other numbers: fewer layers, experts or words, another K; named as what it is.
+
+    Layers go from the end, and heads with them: what was kept free of prediction at the end stays so.
+
+    Raises:
+        Edge0Error: what is left is no tier, e.g. since no layer would be routed by prediction.
+    """
+    unknown = sorted(architecture.keys() - tier.architecture.keys())
+    if unknown:
+        raise Edge0Error(f"architecture: {', '.join(unknown)} are no fields of tier {tier.name}")
+    data = tier.to_dict()
+    gone = tier.num_layers - architecture.get("num_hidden_layers", tier.num_layers)
+    owners = [n for n in tier.owners if n <= tier.owners[-1] - gone]
+    consumers = [n for n in tier.consumers if n <= tier.consumers[-1] - gone]
+    if not consumers:
+        raise Edge0Error(
+            f"num_hidden_layers: {tier.num_layers - gone} leaves no layer of tier {tier.name} to predict;"
+            f" it takes at least {tier.num_layers - tier.consumers[-1] + tier.start_layer}"
+        )
+    data |= {"name": f"{tier.name}-synthetic", "k": tier.k if k is None else k}
+    data |= {"architecture": dict(tier.architecture) | dict(architecture), "owners": owners, "consumers": consumers}
+    return Tier.from_dict(data)
+
+
+# -- the base ----------------------------------------------------------------------------------------------------------
+
+
+def synthetic_config(tier: Tier) -> dict[str, Any]:
+    """A config.json of the tier's architecture, with transformers' defaults elsewhere; not quantised yet."""
+    names = family_names(tier.family)
+    text = AutoConfig.for_model(names.hf_model_type, **tier.architecture).to_diff_dict()
+    return names.mlx_config(text | dict(tier.architecture) | {"max_position_embeddings": 32768})
+
+
+def write_base(
+    directory: Path | str, tier: Tier, *, seed: int = 0, headers_only: bool = False, shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Write config.json, shards and nano's small tokenizer, tensor by tensor; returns the bytes of all tensors.
+
+    Args:
+        directory: must not exist; appears whole or not at all.
+        seed: equal seeds give equal tensors, whatever else is written.
+        headers_only: leave all tensors zero, as holes: a file of the full size that takes no room.
+    """
+    directory = Path(directory)
+    names = family_names(tier.family)
+    config = synthetic_config(tier)
+    targets = checkpoint_layout(config, names)
+    config["quantization"] = config["quantization_config"] = quantization_block(targets)
+    groups = [Group(target.stored(), _maker(target, tier, seed) if not headers_only else tuple) for target in targets]
+    total = sum(group.nbytes() for group in groups)
+    with new_directory(directory, 0 if headers_only else total) as partial:
+        write_shards(partial, groups, shard_bytes)
+        write_json(partial / "config.json", dict(sorted(config.items())))
+        source = files("edge0_train") / "assets" / "nano-teacher"
+        for name in COPIED:
+            if (source / name).is_file():
+                shutil.copyfile(str(source / name), partial / name)
+    return total
+
+
+def _maker(target: Target, tier: Tier, seed: int) -> Any:
+    def make() -> Iterator[tuple[str, torch.Tensor]]:
+        kinds = target.stored()
+        random = np.random.Generator(np.random.SFC64([seed, zlib.crc32(target.name.encode())]))
+        if not target.bits:
+            yield target.name, torch.from_numpy(_float_values(target, random)).to(target.dtype)
+            return
+        (weight, (shape, _)), (scales, (groups, dtype)), (biases, _) = kinds.items()
+        words = random.bit_generator.random_raw((int(np.prod(shape)) + 1) // 2).view(np.uint32)
+        yield weight, torch.from_numpy(words[: np.prod(shape)].reshape(shape))
+        levels = (1 << target.bits) - 1
+        step = _deviation(target, tier) / np.sqrt(
+            ((levels + 1) ** 2 - 1) / 12
+        )  # a uniform code's deviation is the root
+        scale = torch.from_numpy(random.uniform(0.8, 1.2, groups).astype(np.float32) * np.float32(step)).to(dtype)
+        yield scales, scale
+        yield biases, (scale.float() * (-levels / 2)).to(dtype)
+
+    return make
+
+
+def _deviation(target: Target, tier: Tier) -> float:
+    """Of a weight's values: outputs are as large as inputs, embeddings are 1, routers are louder."""
+    if "embed" in target.name:
+        return 1.0
+    gain = ROUTER_GAIN if f".{tier.layout.router}." in target.name else 1.0
+    return float(gain / np.sqrt(target.shape[-1]))
+
+
+def _float_values(target: Target, random: np.random.Generator) -> np.ndarray:
+    values = random.standard_normal(target.shape, np.float32)
+    if len(target.shape) > 1:
+        if "embed" in target.name:
+            return values
+        return values / np.float32(np.sqrt(np.prod(target.shape[1:]) if "conv" in target.name else target.shape[-1]))
+    centre = 1.0 if target.name.endswith(("norm.weight", "dt_bias")) else 0.0
+    return np.float32(centre) + np.float32(0.1) * values
+
+
+# -- the adapters ------------------------------------------------------------------------------------------------------
+
+
+def write_adapters(directory: Path | str, tier: Tier, *, overlap: float | None, seed: int = 0) -> float:
+    """Random heads and LoRA, bound to the base in `directory` and to each other; returns the heads' strength.
+
+    Args:
+        overlap: share of a predicted layer's experts that the next token needs again, see `overlapping_heads`.
+    """
+    directory = Path(directory)
+    checkpoint = Checkpoint.open(directory)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def provenance(prerouter_sha256: str | None) -> Provenance:
+        return Provenance(
+            tool_version=tool_version(),
+            commit=code_commit(),
+            phases=(),
+            base_fingerprint=checkpoint.fingerprint(),
+            tokenizer_hash=checkpoint.tokenizer_hash(),
+            template_hash=checkpoint.template_hash(),
+            teacher=None,
+            data=None,
+            prerouter_sha256=prerouter_sha256,
+            created=now,
+        )
+
+    strength = 0.0 if overlap is None else calibrate(tier, overlap, seed)
+    heads = overlapping_heads(tier, strength, seed)
+    sha256 = write_adapter(directory / tier.file_name("prerouter"), "prerouter", tier, heads, provenance(None))
+    lora = random_lora(tier, seed)
+    write_adapter(directory / tier.file_name("lora"), "lora", tier, lora, provenance(sha256))
+    return strength
+
+
+def random_lora(tier: Tier, seed: int) -> dict[str, np.ndarray]:
+    """Normal factors; the scaled delta is `LORA_SHARE` of a module's output that is as large as its input."""
+    random = np.random.default_rng([seed, 2])
+    b = LORA_SHARE * tier.lora.r / tier.lora.alpha / np.sqrt(tier.lora.r)
+    return {
+        key: (random.standard_normal(shape) * (b if key.endswith("lora_B") else shape[1] ** -0.5)).astype(np.float32)
+        for key, shape in tier.lora_tensors().items()
+    }
+
+
+def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.ndarray]:
+    """Heads whose layers need some of their experts for two tokens in a row.
+
+    The only inputs that a head shares from one token to the next are the owner's routings: this token's set is the next
+    one's previous set. So both one-hot blocks of linear_init draw the consumer towards one and the same image of a set (a
+    permutation P of the experts, `strength` high), and the current block also holds a random matrix R, a hash of the set,
+    that decides which of them win:
+
+        logits(t+1) = (strength P + R) set(t) + strength P set(t-1) + a little of h(t)
+
+    Strength 0 is no locality; without bound, everything is kept.
+    """
+    experts, hidden = tier.num_experts, tier.hidden_size
+    tensors: dict[str, np.ndarray] = {}
+    for owner in tier.owners:
+        random = np.random.default_rng([seed, 1, owner])
+        image, hash_EE = _locality(tier, owner, seed)
+        linear = HEAD_NOISE * random.standard_normal((experts, tier.head_input)) / np.sqrt(hidden)
+        linear[:, hidden : hidden + experts] = strength * image + hash_EE
+        linear[:, hidden + experts : hidden + 2 * experts] = strength * image
+        tensors[f"layers.{owner}.linear_init.weight"] = linear.astype(np.float32)
+        fc1 = random.standard_normal((tier.head_width, tier.head_input)) / np.sqrt(tier.head_input)
+        fc2 = HEAD_NOISE * random.standard_normal((experts, tier.head_width)) / np.sqrt(tier.head_width)
+        tensors[f"layers.{owner}.fc1.weight"] = fc1.astype(np.float32)
+        tensors[f"layers.{owner}.fc2.weight"] = fc2.astype(np.float32)
+    return tensors
+
+
+def _locality(tier: Tier, owner: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The permutation matrix P and the random matrix R of an owner: both [E, E], R of row deviation 1 for a set of K."""
+    random = np.random.default_rng([seed, 0, owner])
+    image = np.eye(tier.num_experts)[random.permutation(tier.num_experts)]
+    return image, random.standard_normal((tier.num_experts, tier.num_experts)) / np.sqrt(tier.k)
+
+
+def calibrate(tier: Tier, overlap: float, seed: int) -> float:
+    """The strength at which simulated neighbouring tokens share `overlap` of a predicted layer's experts, on average.
+
+    Raises Edge0Error naming the range that can be had.
+    """
+    low, high = 0.0, 32.0
+    least, most = simulated_overlap(tier, low, seed), simulated_overlap(tier, high, seed)
+    if not least <= overlap <= most:
+        raise Edge0Error(f"overlap: {overlap} cannot be had with K={tier.k}; choose from {least:.3f} to {most:.3f}")
+    for _ in range(16):
+        middle = (low + high) / 2
+        low, high = (middle, high) if simulated_overlap(tier, middle, seed) < overlap else (low, middle)
+    return (low + high) / 2
+
+
+def simulated_overlap(tier: Tier, strength: float, seed: int) -> float:
+    """Mean over the predicted layers of |set(t+1) & set(t)| / K, if each first owner's sets were drawn at random.
+
+    Under `executed` one-hots a head sees what the head before it chose, under `teacher` the layer's own, random here.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def own_choice() -> torch.Tensor:
+        return multi_hot(
+            torch.rand(SIMULATED, tier.num_experts, generator=random).topk(tier.k).indices, tier.num_experts
+        )
+
+    shares: list[float] = []
+    chosen: dict[int, torch.Tensor] = {}
+    for owner in tier.owners:
+        chained = tier.feature_topk == "executed" and owner in chosen
+        set_TE = chosen[owner] if chained else own_choice()
+        image, hash_EE = (torch.from_numpy(part).float() for part in _locality(tier, owner, seed))
+        near_TE = set_TE @ (strength * image + hash_EE).T
+        far_TE = set_TE @ (strength * image).T
+        logits_TE = HEAD_NOISE * torch.randn(SIMULATED, tier.num_experts, generator=random)
+        logits_TE[1:] += near_TE[:-1]
+        logits_TE[2:] += far_TE[:-2]
+        chosen[owner + 1] = multi_hot(select(tier.router, logits_TE, tier.k), tier.num_experts)
+        if owner + 1 in tier.consumers:
+            shares.append(float((chosen[owner + 1][1:] * chosen[owner + 1][:-1]).sum(-1).mean()) / tier.k)
+    return sum(shares) / len(shares)
