@@ -2,7 +2,7 @@
 
     tier = shrink(builtin_tier("35b"), {"num_hidden_layers": 12})
     write_base(directory, tier, seed=0)
-    write_adapters(directory, tier, overlap=0.25, seed=0)
+    write_adapters(directory, tier, calibrate(tier, 0.25, seed=0), seed=0)
 
 Codes are uniform, so a weight is uniform too, of a variance that keeps activations at the size of their inputs. Quality is
 nil; names, shapes, bytes, and how many experts a step shares with the one before are what it is for.
@@ -145,12 +145,8 @@ def _float_values(target: Target, random: np.random.Generator) -> np.ndarray:
 # -- the adapters ------------------------------------------------------------------------------------------------------
 
 
-def write_adapters(directory: Path | str, tier: Tier, *, overlap: float | None, seed: int = 0) -> float:
-    """Random heads and LoRA, bound to the base in `directory` and to each other; returns the heads' strength.
-
-    Args:
-        overlap: share of a predicted layer's experts that the next token needs again, see `overlapping_heads`.
-    """
+def write_adapters(directory: Path | str, tier: Tier, strength: float, *, seed: int = 0) -> None:
+    """Random heads of that strength (`overlapping_heads`) and LoRA, bound to the base in `directory` and to each other."""
     directory = Path(directory)
     checkpoint = Checkpoint.open(directory)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -169,12 +165,10 @@ def write_adapters(directory: Path | str, tier: Tier, *, overlap: float | None, 
             created=now,
         )
 
-    strength = 0.0 if overlap is None else calibrate(tier, overlap, seed)
     heads = overlapping_heads(tier, strength, seed)
     sha256 = write_adapter(directory / tier.file_name("prerouter"), "prerouter", tier, heads, provenance(None))
     lora = random_lora(tier, seed)
     write_adapter(directory / tier.file_name("lora"), "lora", tier, lora, provenance(sha256))
-    return strength
 
 
 def random_lora(tier: Tier, seed: int) -> dict[str, np.ndarray]:
@@ -197,7 +191,7 @@ def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.nd
 
         logits(t+1) = (strength P + R) set(t) + strength P set(t-1) + a little of h(t)
 
-    Strength 0 is no locality; without bound, everything is kept.
+    Strength 0 leaves what R's images of half-equal sets share, a little over chance; without bound, everything is kept.
     """
     experts, hidden = tier.num_experts, tier.hidden_size
     tensors: dict[str, np.ndarray] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
-from edge0_train.synthetic import shrink, write_adapters, write_base
+from edge0_train.synthetic import calibrate, shrink, write_adapters, write_base
 
 
 def main() -> None:
@@ -41,10 +41,11 @@ def main() -> None:
     began = time.time()
     try:
         tier = shrink(builtin_tier(args.tier), {k: v for k, v in numbers.items() if v is not None}, args.k)
+        strength = 0.0 if args.headers_only else calibrate(tier, args.overlap, args.seed)
         size = write_base(args.directory, tier, seed=args.seed, headers_only=args.headers_only)
         print(f"{args.directory}: {size} B of tensors in {time.time() - began:.0f} s", flush=True)
         if not args.headers_only:
-            strength = write_adapters(args.directory, tier, overlap=args.overlap, seed=args.seed)
+            write_adapters(args.directory, tier, strength, seed=args.seed)
             print(f"heads of strength {strength:.3f}: simulated overlap {args.overlap}; tier {tier.name}, K={tier.k}")
     except Edge0Error as error:
         sys.exit(f"error: {error}")

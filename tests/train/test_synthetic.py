@@ -1,0 +1,121 @@
+"""Random checkpoints: exact layout, equal bytes for equal seeds, finite activations, the overlap that was asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edge0_runtime.contract.artifacts import read_adapter
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import builtin_tier
+from edge0_runtime.engine import Engine
+from edge0_train.base.load import load_base
+from edge0_train.synthetic import calibrate, overlapping_heads, shrink, simulated_overlap, write_adapters, write_base
+
+SCRIPT = Path(__file__).parents[2] / "scripts/make_synthetic_checkpoint.py"
+OVERLAP = 0.25
+
+
+def small_tier(k: int = 4):
+    """Nano with 16 layers: 14 of them predicted."""
+    data = builtin_tier("nano").to_dict()
+    data["architecture"] |= {"num_hidden_layers": 16}
+    return builtin_tier("nano").from_dict(data | {"owners": [*range(1, 15)], "consumers": [*range(2, 15)], "k": k})
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("synthetic") / "model"
+    write_base(directory, small_tier())
+    write_adapters(directory, small_tier(), calibrate(small_tier(), OVERLAP, 0))
+    return directory
+
+
+def overlap(steps: list[np.ndarray]) -> np.ndarray:
+    """[layers]: mean share of a layer's experts that the step before needed too; steps are [layers, K]."""
+    pairs = itertools.pairwise(steps)
+    return np.mean([[len({*a} & {*b}) / len(b) for a, b in zip(*pair, strict=True)] for pair in pairs], axis=0)
+
+
+def test_activations_stay_the_size_of_their_inputs(directory):
+    """A deep model of finite, lively logits: not one constant next token."""
+    model, _ = load_base(directory, small_tier())
+    ids = torch.randint(3, 384, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+    deviations = torch.tensor([float(hidden.std()) for hidden in out.hidden_states])
+    assert deviations.isfinite().all() and deviations.min() > 0.5 and deviations.max() < 30
+    assert len(set(out.logits[0].argmax(-1).tolist())) > 16
+
+
+def test_served_neighbours_share_what_was_asked_for(directory):
+    """Measured in the engine over 200 greedy tokens; layers 0, 1 and 15 keep their gates and have their own overlap."""
+    with Engine.load(directory) as engine:
+        steps = [step.experts for step in engine.generate([5, 6, 7], max_tokens=200, ignore_eos=True, trace=True)]
+    shares = overlap([np.asarray(step) for step in steps[1:]])
+    assert shares[2:15].mean() == pytest.approx(OVERLAP, abs=0.05)
+
+
+def test_a_stronger_image_shares_more_and_what_cannot_be_had_is_refused():
+    tier = small_tier()
+    chance = tier.k / tier.num_experts
+    assert chance < simulated_overlap(tier, 0.0, 0) < OVERLAP
+    assert 0 < calibrate(tier, OVERLAP, 0) < calibrate(tier, 0.4, 0) < calibrate(tier, 0.6, 0)
+    with pytest.raises(Edge0Error, match=r"overlap: 0.01 cannot be had with K=4; choose from 0\.\d+ to"):
+        calibrate(tier, 0.01, 0)
+
+
+def test_equal_seeds_give_equal_tensors_whatever_the_depth(tmp_path):
+    tier = builtin_tier("nano")
+    for name, made, seed in (("a", tier, 0), ("b", shrink(tier, {"num_hidden_layers": 4}), 0), ("c", tier, 1)):
+        write_base(tmp_path / name, made, seed=seed)
+    a, b, c = (Checkpoint.open(tmp_path / name) for name in "abc")
+
+    def data(checkpoint: Checkpoint, name: str) -> bytes:
+        header, entry = checkpoint.entries[name]
+        return header.path.read_bytes()[entry.start : entry.end]
+
+    assert set(b.entries) < set(a.entries)
+    assert all(data(a, name) == data(b, name) for name in b.entries)
+    assert all(data(a, name) != data(c, name) for name in c.entries)
+
+
+def test_adapters_are_bound_to_their_base(directory):
+    heads = read_adapter(directory / small_tier().file_name("prerouter"), "prerouter")
+    lora = read_adapter(directory / small_tier().file_name("lora"), "lora")
+    assert heads.provenance and lora.provenance
+    assert heads.provenance.base_fingerprint == Checkpoint.open(directory).fingerprint()
+    assert lora.provenance.prerouter_sha256 == heads.sha256
+    assert heads.tier == lora.tier == small_tier()
+
+
+def test_shrinking_takes_layers_from_the_end():
+    tier = shrink(builtin_tier("35b"), {"num_hidden_layers": 12, "num_experts": 64}, k=2)
+    assert (tier.name, tier.k, tier.num_experts, tier.owners, tier.consumers) == (
+        "35b-synthetic", 2, 64, (6, 7, 8, 9, 10), (7, 8, 9, 10),
+    )  # fmt: skip
+    assert overlapping_heads(tier, 1.0, 0).keys() == tier.head_tensors().keys()
+    with pytest.raises(
+        Edge0Error, match="num_hidden_layers: 8 leaves no layer of tier 35b to predict; it takes at least 9"
+    ):
+        shrink(builtin_tier("35b"), {"num_hidden_layers": 8})
+
+
+def test_the_script_writes_a_directory_that_opens(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("make_synthetic_checkpoint", SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(sys, "argv", ["x", "nano", str(tmp_path / "m"), "--experts", "16", "--overlap", "0.5"])
+    script.main()
+    assert "simulated overlap 0.5" in capsys.readouterr().out
+    assert Checkpoint.open(tmp_path / "m").text_config()["num_experts"] == 16
+    with pytest.raises(SystemExit, match=r"error: output directory .* exists"):
+        script.main()
