@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import sys
 from pathlib import Path
@@ -18,8 +17,8 @@ from edge0_runtime.contract.tier import builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_train.base.load import load_base
 from edge0_train.synthetic import calibrate, overlapping_heads, shrink, simulated_overlap, write_adapters, write_base
+from tests.scripts_by_path import load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts/make_synthetic_checkpoint.py"
 OVERLAP = 0.25
 
 
@@ -56,9 +55,9 @@ def test_activations_stay_the_size_of_their_inputs(directory):
 
 
 def test_served_neighbours_share_what_was_asked_for(directory):
-    """Measured in the engine over 200 greedy tokens; layers 0, 1 and 15 keep their gates and have their own overlap."""
+    """Measured in the engine over 120 greedy tokens; layers 0, 1 and 15 keep their gates and have their own overlap."""
     with Engine.load(directory) as engine:
-        steps = [step.experts for step in engine.generate([5, 6, 7], max_tokens=200, ignore_eos=True, trace=True)]
+        steps = [step.experts for step in engine.generate([5, 6, 7], max_tokens=120, ignore_eos=True, trace=True)]
     shares = overlap([np.asarray(step) for step in steps[1:]])
     assert shares[2:15].mean() == pytest.approx(OVERLAP, abs=0.05)
 
@@ -109,10 +108,7 @@ def test_shrinking_takes_layers_from_the_end():
 
 
 def test_the_script_writes_a_directory_that_opens(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("make_synthetic_checkpoint", SCRIPT)
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("make_synthetic_checkpoint")
     monkeypatch.setattr(sys, "argv", ["x", "nano", str(tmp_path / "m"), "--experts", "16", "--overlap", "0.5"])
     script.main()
     assert "simulated overlap 0.5" in capsys.readouterr().out
