@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from edge0_runtime.contract.artifacts import write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -70,10 +70,15 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
 
 
 def synthetic_config(tier: Tier) -> dict[str, Any]:
-    """A config.json of the tier's architecture, with transformers' defaults elsewhere; not quantised yet."""
-    names = family_names(tier.family)
-    text = AutoConfig.for_model(names.hf_model_type, **tier.architecture).to_diff_dict()
-    return names.mlx_config(text | dict(tier.architecture) | {"max_position_embeddings": 32768})
+    """A config.json of the tier's architecture and router, with transformers' defaults elsewhere; not quantised yet."""
+    names, router = family_names(tier.family), tier.router
+    fields = dict(tier.architecture)
+    if router.kind == "sigmoid_group":
+        fields |= {"n_group": router.n_group, "topk_group": router.topk_group, "routed_scaling_factor": router.scaling}
+    aliases = tier.layout.aliases
+    made = AutoConfig.for_model(names.hf_model_type, **{aliases.get(name, name): fields[name] for name in fields})
+    anyones = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    return names.mlx_config({name: value for name, value in made.to_dict().items() if name not in anyones})
 
 
 def write_base(

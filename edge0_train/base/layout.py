@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.affine import quantize
@@ -121,9 +123,10 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def expert_nbytes(targets: Sequence[Target], tier: Tier) -> int:
     """Bytes of all routed experts in a checkpoint of `targets`."""
-    experts = f".{tier.layout.experts}."
+    keys = product(tier.layout.moe_layers(tier.architecture), PROJECTIONS, QUANTISED_PARTS)
+    experts = {name for key in keys for name in tier.layout.expert_tensors(*key)}
     stored = {name: kind for target in targets for name, kind in target.stored().items()}
-    return sum(nbytes(*kind) for name, kind in stored.items() if experts in name)
+    return sum(nbytes(*kind) for name, kind in stored.items() if name in experts)
 
 
 def _bits(link: Link, shape: Sequence[int]) -> int:
