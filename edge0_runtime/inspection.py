@@ -79,11 +79,13 @@ def inspect(model_dir: Path, tier_name: str | None = None) -> dict[str, Any]:
     fingerprint = checkpoint.fingerprint()
     adapters = {kind: find_adapter(model_dir, kind, tier_name) for kind in KINDS}
     tiers = [adapter.tier for adapter in adapters.values() if adapter is not None]
+    problems, unchecked = _binding(checkpoint, fingerprint, adapters)
     return {
         "model_dir": str(model_dir),
         "base": _base(checkpoint, fingerprint, tiers[0] if tiers else None),
         **{kind: None if adapter is None else _adapter(adapter) for kind, adapter in adapters.items()},
-        "problems": _problems(checkpoint, fingerprint, adapters),
+        "problems": problems,
+        "unchecked": unchecked,
     }
 
 
@@ -102,8 +104,9 @@ def inspection_text(data: Mapping[str, Any]) -> str:
         lines += _provenance_lines(adapter["provenance"])
         lines += [f"  not loadable upstream: {problem}" for problem in adapter["upstream_problems"]]
         lines += ["  loads upstream: yes"] * (not adapter["upstream_problems"])
-    lines += ["", "belong together: " + ("no" if data["problems"] else "yes")]
-    return "\n".join(lines + [f"  {problem}" for problem in data["problems"]])
+    verdict = "no" if data["problems"] else "unknown" if data["unchecked"] else "yes"
+    lines += ["", f"belong together: {verdict}"]
+    return "\n".join(lines + [f"  {reason}" for reason in (*data["problems"], *data["unchecked"])])
 
 
 # -- parts of the data -------------------------------------------------------------------------------------
@@ -160,19 +163,22 @@ def _adapter(adapter: Adapter) -> dict[str, Any]:
     return data | {"provenance": provenance, "upstream_problems": upstream_problems(adapter)}
 
 
-def _problems(checkpoint: Checkpoint, fingerprint: str, adapters: Mapping[Kind, Adapter | None]) -> list[str]:
-    """Why the engine would refuse the directory, and what it could not check."""
+def _binding(
+    checkpoint: Checkpoint, fingerprint: str, adapters: Mapping[Kind, Adapter | None]
+) -> tuple[list[str], list[str]]:
+    """Why the engine would refuse the directory, and what nobody can check: the binding of files without a contract."""
     problems = [f"{kind}: no file" for kind, adapter in adapters.items() if adapter is None]
     checks: list[Callable[[], list[str] | None]] = [
         partial(checkpoint.check_architecture, adapter.tier) for adapter in adapters.values() if adapter
     ]
     checks.append(partial(check_binding, fingerprint, adapters["prerouter"], adapters["lora"]))
+    unchecked: list[str] = []
     for check in checks:
         try:
-            problems += check() or []
+            unchecked += check() or []
         except Edge0Error as problem:
             problems.append(str(problem))
-    return list(dict.fromkeys(problems))  # both adapters' tiers may differ from the base in the same way
+    return list(dict.fromkeys(problems)), unchecked  # both tiers may differ from the base in the same way
 
 
 # -- text --------------------------------------------------------------------------------------------------
