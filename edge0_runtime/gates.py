@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.prerouter import Prerouter
-from edge0_runtime.routing import RoutingLog, route, scores
+from edge0_runtime.routing import RoutingLog, route, scores, within_mass
 
 
 def prerouted(block: Any, layer: int, tier: Tier, prerouter: Prerouter | None, log: RoutingLog) -> None:
@@ -25,7 +25,8 @@ def prerouted(block: Any, layer: int, tier: Tier, prerouter: Prerouter | None, l
     chooses = tier.layout.expert_bias is not None
     chooser = block.gate if chooses else block
     chooser.top_k = tier.k
-    chooser.norm_topk_prob = True  # docs/method.md 1.2; a config may lack the field
+    # docs/method.md 1.2; a config may lack the field. For a wider mass the gate narrows the softmax itself: `within_mass`.
+    chooser.norm_topk_prob = not tier.router.mass_k
     block.gate = (PreroutedChoice if chooses else PreroutedGate)(block.gate, layer, tier, prerouter, log)
 
 
@@ -40,13 +41,13 @@ class PreroutedGate(nn.Module):
     def __call__(self, x: mx.array) -> Any:
         layer, prerouter = self._layer, self._prerouter
         if prerouter is None:
-            return self._own(x)
+            return self._narrowed(self._own(x))
         prerouter.observe_input(layer, x.reshape(-1, x.shape[-1]))
         if not prerouter.predicts(layer):
             own = self._own(x)
             if prerouter.wants_own_choice(layer):
                 prerouter.observe_own_choice(layer, self._choice(own))
-            return own
+            return self._narrowed(own)
         if prerouter.wants_own_choice(layer):
             prerouter.observe_own_choice(layer, self._choice(self.inner(x)))
         if x.size != x.shape[-1]:
@@ -68,9 +69,13 @@ class PreroutedGate(nn.Module):
         """[<=2, K], what the own gate chooses at the last two tokens."""
         return route(self._tier.router, own.reshape(-1, own.shape[-1])[-2:], self._tier.k)[0]
 
+    def _narrowed(self, own: Any) -> Any:
+        """What the block gets of its own gate."""
+        return within_mass(self._tier.router, own)
+
     def _routing(self, logits_E: mx.array, x: mx.array) -> Any:
         """What the block gets of predicted logits."""
-        return logits_E.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        return within_mass(self._tier.router, logits_E.reshape(*x.shape[:-1], -1).astype(x.dtype))
 
 
 class PreroutedChoice(PreroutedGate):
@@ -80,6 +85,9 @@ class PreroutedChoice(PreroutedGate):
         x_D = x.reshape(-1, x.shape[-1])[-1].astype(mx.float32)
         bias_E = self.inner[self._tier.layout.expert_bias]
         return scores(self._tier.router, self.inner.weight.astype(mx.float32) @ x_D, bias_E)
+
+    def _narrowed(self, own: Any) -> Any:
+        return own
 
     def _choice(self, own: Any) -> mx.array:
         return own[0].reshape(-1, self._tier.k)[-2:]

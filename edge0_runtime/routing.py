@@ -68,7 +68,20 @@ def _softmax_topk(router: Router, logits_TE: mx.array, k: int) -> tuple[mx.array
     gates_TE = scores(router, logits_TE)
     indices_TK = _topk(gates_TE, k)
     weights_TK = mx.take_along_axis(gates_TE, indices_TK, axis=-1)
-    return indices_TK, weights_TK / weights_TK.sum(axis=-1, keepdims=True) * router.scaling
+    mass = mx.topk(gates_TE, router.mass_k, axis=-1) if router.mass_k else weights_TK
+    return indices_TK, weights_TK / mass.sum(axis=-1, keepdims=True) * router.scaling
+
+
+def within_mass(router: Router, logits_TE: mx.array) -> mx.array:
+    """Logits of softmax_topk with `Router.mass_k`: -inf for all but the `mass_k` likeliest experts.
+
+    A block that then does not renormalise, and so weighs by a plain softmax over all experts, divides by that mass.
+    """
+    if not router.mass_k:
+        return logits_TE
+    kept_TM = _topk(logits_TE, router.mass_k)
+    outside_TE = mx.full(logits_TE.shape, -mx.inf, logits_TE.dtype)
+    return mx.put_along_axis(outside_TE, kept_TM, mx.take_along_axis(logits_TE, kept_TM, axis=-1), axis=-1)
 
 
 def _sigmoid_group(

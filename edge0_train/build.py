@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def build_teacher(config: Config) -> StudentPath:
         config.teacher.directory, dtype=DTYPES[config.base.dtype], device=config.base.device
     )
     model.set_experts_implementation(EXPERTS)
-    return StudentPath(model, config.tier)
+    return StudentPath(model, dataclasses.replace(config.tier, router=config.tier.router.plain))
 
 
 def input_identity(config: Config) -> dict[str, Any]:

@@ -366,11 +366,15 @@ def upstream_problems(adapter: Adapter) -> list[str]:
             f"r = {tier.lora.r} and alpha = {tier.lora.alpha:g}; "
             f"it scales by {UPSTREAM_ALPHA} / {UPSTREAM_R} whatever the file says"
         )
+    if tier.router.mass_k:
+        problems.append(
+            f"router.mass_k is {tier.router.mass_k}: weights are divided by a wider mass; it divides by that of the K chosen"
+        )
     if tier.token_aware:
         problems.append("token_aware is True: the heads also see the token being routed; its heads do not")
     if tier.name not in UPSTREAM_TIERS or tier.name not in builtin_tier_names():
         return [*problems, f"tier {tier.name} is not one of its own ({', '.join(UPSTREAM_TIERS)})"]
-    own = builtin_tier(tier.name)
+    own, tier = builtin_tier(tier.name), dataclasses.replace(tier, router=tier.router.plain)
     for field in ("architecture", "k", "router", "feature_topk", "first_token", "owners", "consumers"):
         if getattr(tier, field) != getattr(own, field):
             problems.append(f"{field} is {getattr(tier, field)}; it has {getattr(own, field)}")

@@ -37,12 +37,21 @@ class Router:
         kind: softmax_topk (softmax, top-k, renormalise) or sigmoid_group (sigmoid, best groups, top-k, renormalise, scale).
         n_group, topk_group: sigmoid_group only: number of expert groups, and how many of them are kept.
         scaling: factor on the renormalised weights (8b: 2.5).
+        mass_k: softmax_topk only: weights are divided by the mass of the `mass_k` likeliest experts instead of by that of the K
+            chosen, so that what was not chosen still counts; 0: by the K chosen. Not in the public project; absent in
+            older files. A rule of the served K: the teacher, and a base at another K, know nothing of it.
     """
 
     kind: str
     n_group: int = 1
     topk_group: int = 1
     scaling: float = 1.0
+    mass_k: int = 0
+
+    @property
+    def plain(self) -> Router:
+        """The rule of the base itself."""
+        return dataclasses.replace(self, mass_k=0)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,7 @@ class Tier:
                 n_group=_count("router.n_group", router.get("n_group", 1)),
                 topk_group=_count("router.topk_group", router.get("topk_group", 1)),
                 scaling=_positive("router.scaling", router.get("scaling", 1.0)),
+                mass_k=_count("router.mass_k", router.get("mass_k", 0), least=0),
             ),
             feature_topk=data["feature_topk"],
             first_token=data["first_token"],
@@ -281,6 +291,11 @@ def _validate(tier: Tier) -> None:
     if tier.k > tier.num_experts:
         raise Edge0Error(
             f"tier.k: {tier.k} is larger than the {tier.num_experts} experts of {tier.model}; lower tier.k"
+        )
+    if router.mass_k and (router.kind != "softmax_topk" or not tier.k <= router.mass_k <= tier.num_experts):
+        raise Edge0Error(
+            f"tier.router.mass_k: {router.mass_k} must be 0, or with softmax_topk from k = {tier.k} to the"
+            f" {tier.num_experts} experts"
         )
     if router.kind == "sigmoid_group" and tier.num_experts % router.n_group:
         raise Edge0Error(f"tier.router.n_group: {router.n_group} does not divide {tier.num_experts} experts")

@@ -176,7 +176,8 @@ class StudentPath:
                 if not recomputing:
                     by_head_NK = select(self.tier.router, predicted_NE, routing.k)
                     indices_NK = torch.where(by_head_N1, by_head_NK, own_NK)
-            weights_NK = weigh(self.tier.router, routed_by_NE, indices_NK)
+            served = routing.k == self.tier.k
+            weights_NK = weigh(self.tier.router if served else self.tier.router.plain, routed_by_NE, indices_NK)
 
             if is_owner and (routing.predicted_BT is not None or routing.capture):
                 # Recomputed as well: gradient checkpointing wants the very tensors saved that the first forward saved.

@@ -37,9 +37,14 @@ def select(router: Router, logits_NE: torch.Tensor, k: int, bias_E: torch.Tensor
 
 
 def weigh(router: Router, logits_NE: torch.Tensor, indices_NK: torch.Tensor) -> torch.Tensor:
-    """Mixing weights of the chosen experts: float32 [N, K], renormalised over the K, times the router's scaling."""
-    chosen_NK = scores(router, logits_NE).gather(-1, indices_NK)
-    total_N1 = chosen_NK.sum(-1, keepdim=True)
+    """Mixing weights of the chosen experts: float32 [N, K], times the router's scaling.
+
+    They are renormalised over the K, or over a wider mass (`Router.mass_k`).
+    """
+    scores_NE = scores(router, logits_NE)
+    chosen_NK = scores_NE.gather(-1, indices_NK)
+    mass = scores_NE.topk(router.mass_k, dim=-1).values if router.mass_k else chosen_NK
+    total_N1 = mass.sum(-1, keepdim=True)
     if router.kind == "sigmoid_group":
         total_N1 = total_N1 + 1e-20  # all sigmoids can underflow together; a softmax's top-k cannot
     return chosen_NK / total_N1 * router.scaling  # in this order, as both libraries do: bit for bit

@@ -58,7 +58,7 @@ def test_unknown_and_missing_fields_are_named_at_every_level(data, path):
 
 def test_optional_router_fields_have_defaults(data):
     tier = Tier.from_dict(data | {"router": {"kind": "softmax_topk"}})
-    assert (tier.router.n_group, tier.router.topk_group, tier.router.scaling) == (1, 1, 1.0)
+    assert (tier.router.n_group, tier.router.topk_group, tier.router.scaling) == (1, 1, 1.0) and tier.router.mass_k == 0
 
 
 @pytest.mark.parametrize("value", [None, [], "x", 3])
@@ -137,6 +137,23 @@ def test_missing_architecture_numbers_are_all_named(data):
 def test_expert_groups_must_divide_the_experts_and_hold_k(data, router, k, reason):
     refused(grouped(data, **router) | {"k": k}, reason)
     assert Tier.from_dict(grouped(data)).router.scaling == 2.5
+
+
+@pytest.mark.parametrize("mass_k", [0, 4, 16, 32])
+def test_a_wider_mass_holds_at_least_the_chosen(data, mass_k):
+    router = {"kind": "softmax_topk", "mass_k": mass_k}
+    assert Tier.from_dict(data | {"router": router}).router.mass_k == mass_k
+
+
+@pytest.mark.parametrize("router", [{"kind": "softmax_topk", "mass_k": m} for m in (3, 33, -1, "8")])
+def test_another_mass_is_refused(data, router):
+    with pytest.raises(Edge0Error, match=rf"tier\.router\.mass_k: {router['mass_k']!r}"):
+        Tier.from_dict(data | {"router": router})
+
+
+def test_a_sigmoid_router_has_no_wider_mass(data):
+    with pytest.raises(Edge0Error, match=r"tier\.router\.mass_k: 8 must be 0, or with softmax_topk"):
+        Tier.from_dict(grouped(data, mass_k=8))
 
 
 # -- derived

@@ -43,10 +43,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def variant(family: str, first_token: str, feature_topk: str, token_aware: bool = False) -> Tier:
+def variant(family: str, first_token: str, feature_topk: str, **others: Any) -> Tier:
     return TWINS[family].tier(
-        first_token=first_token, feature_topk=feature_topk, token_aware=token_aware, num_experts_per_tok=4, k=2,
-        lora={"r": 4, "alpha": 8, "targets": list(TWINS[family].targets)},
+        first_token=first_token, feature_topk=feature_topk, num_experts_per_tok=4, k=2,
+        lora={"r": 4, "alpha": 8, "targets": list(TWINS[family].targets)}, **others,
     )  # fmt: skip
 
 
@@ -83,7 +83,19 @@ def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
 def test_parallel_equals_incremental_equals_served(
     bases: dict[str, Path], family: str, first_token: str, feature_topk: str, token_aware: bool
 ) -> None:
-    base, tier = bases[family], variant(family, first_token, feature_topk, token_aware)
+    assert_equal(bases[family], variant(family, first_token, feature_topk, token_aware=token_aware))
+
+
+@pytest.mark.parametrize("feature_topk", ["executed", "teacher"])
+def test_the_same_with_weights_of_a_wider_mass(bases: dict[str, Path], feature_topk: str) -> None:
+    """Divided by the mass of 5 of the 8 experts, where K is 2: the model says something else, and both say it."""
+    base, rule = bases["qwen3_5_moe"], ("qwen3_5_moe", "gate", feature_topk)
+    traces = assert_equal(base, variant(*rule, router={"kind": "softmax_topk", "mass_k": 5}))
+    plain = assert_equal(base, variant(*rule))
+    assert any(not np.array_equal(a.generated_ids_T, b.generated_ids_T) for a, b in zip(traces, plain, strict=True))
+
+
+def assert_equal(base: Path, tier: Tier) -> list[PromptTrace]:
     write_adapters(base, tier)
     path = student(base, tier)
     rng = np.random.default_rng(5)
@@ -114,3 +126,4 @@ def test_parallel_equals_incremental_equals_served(
         report = verify(engine, reference)
     assert report.ok, report.problems()
     assert all(prompt.judged_rows == STEPS and not prompt.differences for prompt in report.prompts)
+    return traces

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract.tier import Router
-from edge0_runtime.routing import choice_gap, route, scores
+from edge0_runtime.routing import choice_gap, route, scores, within_mass
 
 SIGMOID = Router("sigmoid_group", n_group=8, topk_group=4, scaling=2.5)
 
 
-def plain_softmax_topk(logits_E: np.ndarray, k: int) -> dict[int, float]:
+def plain_softmax_topk(logits_E: np.ndarray, k: int, mass_k: int = 0) -> dict[int, float]:
     probability_E = np.exp(logits_E - logits_E.max())
     probability_E /= probability_E.sum()
-    chosen = np.argsort(-probability_E)[:k]
-    return {int(e): probability_E[e] / probability_E[chosen].sum() for e in chosen}
+    ranked = np.argsort(-probability_E)
+    return {int(e): probability_E[e] / probability_E[ranked[: mass_k or k]].sum() for e in ranked[:k]}
 
 
 def plain_sigmoid_group(router: Router, logits_E: np.ndarray, k: int, bias_E: np.ndarray) -> dict[int, float]:
@@ -40,6 +40,20 @@ def test_softmax_topk() -> None:
     got = as_dictionaries(*route(Router("softmax_topk"), mx.array(logits.astype(np.float32)), 4))
     for row, logits_E in zip(got, logits, strict=True):
         assert row == pytest.approx(plain_softmax_topk(logits_E, 4), abs=1e-6)
+
+
+@pytest.mark.parametrize("mass_k", [4, 9, 32])
+def test_a_wider_mass_twice(mass_k: int) -> None:
+    """By `route`, and as a block computes it that does not renormalise what a narrowed softmax gives."""
+    router = Router("softmax_topk", mass_k=mass_k)
+    logits = np.random.default_rng(0).standard_normal((50, 32)).astype(np.float32) * 3
+    want = [plain_softmax_topk(logits_E.astype(np.float64), 4, mass_k) for logits_E in logits]
+    narrowed = mx.softmax(within_mass(router, mx.array(logits)), axis=-1, precise=True)
+    assert int((narrowed > 0).sum(axis=-1).max()) == mass_k
+    indices = mx.argpartition(narrowed, kth=-4, axis=-1)[..., -4:]
+    in_a_block = as_dictionaries(indices, mx.take_along_axis(narrowed, indices, axis=-1))
+    for rows in (as_dictionaries(*route(router, mx.array(logits), 4)), in_a_block):
+        assert all(row == pytest.approx(plain, abs=1e-6) for row, plain in zip(rows, want, strict=True))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -26,13 +26,13 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 # -- plain python ------------------------------------------------------------------------------------------------------
 
 
-def plain_softmax(logits: list[float], k: int) -> dict[int, float]:
+def plain_softmax(logits: list[float], k: int, mass_k: int = 0) -> dict[int, float]:
     """{expert: weight}"""
     top = max(logits)
     power = [math.exp(x - top) for x in logits]
-    chosen = sorted(range(len(logits)), key=lambda e: -power[e])[:k]
-    total = sum(power[e] for e in chosen)
-    return {e: power[e] / total for e in chosen}
+    ranked = sorted(range(len(logits)), key=lambda e: -power[e])
+    total = sum(power[e] for e in ranked[: mass_k or k])
+    return {e: power[e] / total for e in ranked[:k]}
 
 
 def plain_sigmoid(logits: list[float], k: int, bias: list[float] | None, groups: int, kept: int) -> dict[int, float]:
@@ -63,6 +63,18 @@ def test_softmax_equals_plain_python(k):
     chosen = select(SOFTMAX, logits, k)
     want = [plain_softmax(row, k) for row in logits.double().tolist()]
     assert_same(as_dicts(chosen, weigh(SOFTMAX, logits, chosen)), want)
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("mass_k", [8, 16, EXPERTS])
+def test_a_wider_mass_leaves_weight_to_what_was_not_chosen(k, mass_k):
+    logits = random(TOKENS, EXPERTS, scale=2)
+    router = Router("softmax_topk", mass_k=mass_k)
+    chosen = select(router, logits, k)
+    assert torch.equal(chosen, select(SOFTMAX, logits, k)) and router.plain == SOFTMAX
+    weights = weigh(router, logits, chosen)
+    assert_same(as_dicts(chosen, weights), [plain_softmax(row, k, mass_k) for row in logits.double().tolist()])
+    assert bool((weights.sum(-1) <= 1 + 1e-6).all()) and bool((weights.sum(-1) < 0.999).any()) == (k < mass_k)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 16])
