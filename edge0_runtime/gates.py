@@ -26,7 +26,7 @@ def prerouted(block: Any, layer: int, tier: Tier, prerouter: Prerouter | None, l
     chooser = block.gate if chooses else block
     chooser.top_k = tier.k
     # docs/method.md 1.2; a config may lack the field. For a wider mass the gate narrows the softmax itself: `within_mass`.
-    chooser.norm_topk_prob = not tier.router.mass_k
+    chooser.norm_topk_prob = tier.router.renormalise and not tier.router.mass_k
     block.gate = (PreroutedChoice if chooses else PreroutedGate)(block.gate, layer, tier, prerouter, log)
 
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import psutil
+from mlx_lm.models.cache import make_prompt_cache
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -131,7 +132,7 @@ class ServedModel:
 
     def start(self) -> None:
         """Begin a new sequence; nothing of the last one remains."""
-        self._kv = self._network.make_cache()
+        self._kv = make_prompt_cache(self._network)
         self._step = 0
         self._predicted_for: mx.array | None = None  # the token that the next step's predictions are for
         self._predictions: mx.array | None = None

@@ -68,6 +68,8 @@ def _softmax_topk(router: Router, logits_TE: mx.array, k: int) -> tuple[mx.array
     gates_TE = scores(router, logits_TE)
     indices_TK = _topk(gates_TE, k)
     weights_TK = mx.take_along_axis(gates_TE, indices_TK, axis=-1)
+    if not router.renormalise and not router.mass_k:
+        return indices_TK, router.scaling * weights_TK
     mass = mx.topk(gates_TE, router.mass_k, axis=-1) if router.mass_k else weights_TK
     return indices_TK, weights_TK / mass.sum(axis=-1, keepdims=True) * router.scaling
 

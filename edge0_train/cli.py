@@ -1,11 +1,13 @@
 """`python -m edge0_train phase=<name> tier=<name> [setting=value ...]`: compose, validate, open the run, do the phase.
 
 python -m edge0_train phase=all tier=nano
+python -m edge0_train phase=inspect base=models/OLMoE-1B-7B out=mine
 python -m edge0_train phase=head_distill tier=35b teacher.directory=/models/Qwen3.6-35B-A3B text.prompts=prompts.jsonl
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -37,6 +39,11 @@ def main() -> None:
         sys.exit(2)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints several lines and exits itself
     try:
+        if "phase=inspect" in sys.argv[1:]:
+            from edge0_train.propose import inspect_command
+
+            inspect_command(sys.argv[1:])
+            return
         _check_choices(sys.argv[1:])
         _hydra_main()
     except Edge0Error as error:
@@ -125,14 +132,26 @@ def _quiet_transformers(device: str) -> None:
 
 
 def _check_choices(arguments: Sequence[str]) -> None:
-    """A group's unknown choice as one sentence (Hydra's own message has twelve lines)."""
+    """A group's unknown choice as one sentence (Hydra's own message has twelve lines).
+
+    The user's own tiers lie in the folder `tier` of Hydra's --config-dir.
+    """
+    places = [config_directory(), *map(Path, _own_config_directories(arguments))]
     for argument in arguments:
         group, _, value = argument.partition("=")
         if group in GROUPS:
-            known = sorted(path.stem for path in (config_directory() / group).glob("*.yaml"))
+            known = sorted(path.stem for place in places for path in (place / group).glob("*.yaml"))
             unknown = [choice for choice in value.split(",") if choice not in known]
             if unknown:
                 raise Edge0Error(f"{group}: {', '.join(unknown)!r} is unknown; choose one of {', '.join(known)}")
+
+
+def _own_config_directories(arguments: Sequence[str]) -> list[str]:
+    """The values of --config-dir (-cd), in either of its two forms."""
+    flags = ("--config-dir", "-cd")
+    pairs = [one.partition("=") for one in arguments]
+    joined = [value for flag, _, value in pairs if flag in flags and value]
+    return joined + [value for flag, value in itertools.pairwise(arguments) if flag in flags]
 
 
 def _fail(error: Edge0Error) -> None:

@@ -9,11 +9,17 @@ from collections.abc import Sequence
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.base.families import bailing_moe_v3, qwen3_5_moe
+from edge0_train.base.families.flat import FLAT_FAMILIES
 from edge0_train.base.families.table import Config, FamilyNames, Link
 
-__all__ = ["FamilyNames", "Link", "family_names", "mlx_module", "transformers_module"]
+__all__ = ["FamilyNames", "Link", "families", "family_names", "mlx_module", "transformers_module"]
 
-_FAMILIES = {names.family: names for names in (qwen3_5_moe.NAMES, bailing_moe_v3.NAMES)}
+_FAMILIES = {names.family: names for names in (qwen3_5_moe.NAMES, bailing_moe_v3.NAMES, *FLAT_FAMILIES)}
+
+
+def families() -> tuple[FamilyNames, ...]:
+    """The names of all families."""
+    return tuple(_FAMILIES.values())
 
 
 def family_names(family: str) -> FamilyNames:

@@ -25,8 +25,11 @@ def add_lora(model: nn.Module, tier: Tier) -> nn.Module:
     Raises Edge0Error when the modules that PEFT matched are not exactly the tier's.
     """
     wanted = {transformers_module(tier.family, path) for path in tier.lora_modules()}
-    config = LoraConfig(r=tier.lora.r, lora_alpha=tier.lora.alpha, target_modules=sorted(wanted), bias="none")
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    # Into the layers, not into the model: of a transformers model PEFT takes every `gate_proj` for one of routed experts.
+    below = "model.layers."
+    targets = sorted(name.removeprefix(below) for name in wanted)
+    config = LoraConfig(r=tier.lora.r, lora_alpha=tier.lora.alpha, target_modules=targets, bias="none")
+    inject_adapter_in_model(config, model.get_submodule(below.rstrip(".")), adapter_name=ADAPTER)
     matched = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     if matched != wanted:
         raise Edge0Error(

@@ -39,10 +39,12 @@ def select(router: Router, logits_NE: torch.Tensor, k: int, bias_E: torch.Tensor
 def weigh(router: Router, logits_NE: torch.Tensor, indices_NK: torch.Tensor) -> torch.Tensor:
     """Mixing weights of the chosen experts: float32 [N, K], times the router's scaling.
 
-    They are renormalised over the K, or over a wider mass (`Router.mass_k`).
+    They are renormalised over the K, over a wider mass (`Router.mass_k`), or not at all (`Router.renormalise`).
     """
     scores_NE = scores(router, logits_NE)
     chosen_NK = scores_NE.gather(-1, indices_NK)
+    if not router.renormalise and not router.mass_k:
+        return router.scaling * chosen_NK
     mass = scores_NE.topk(router.mass_k, dim=-1).values if router.mass_k else chosen_NK
     total_N1 = mass.sum(-1, keepdim=True)
     if router.kind == "sigmoid_group":

@@ -1,0 +1,91 @@
+"""The families with a flat config.json through both libraries: the same bits when quantised, the same logits when loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import torch
+from mlx_lm.convert import convert
+from mlx_lm.utils import load_model
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.network import load_network
+from edge0_train.base import load_base, load_teacher, quantize_checkpoint
+from edge0_train.base.names import family_names
+from edge0_train.propose import propose
+from tests.parity.test_base_parity import (
+    LOGITS_TOLERANCE,
+    as_torch,
+    assert_same_checkpoint,
+    edit_config,
+    mlx_steps,
+    relative,
+    some_ids,
+    torch_steps,
+)
+from tests.tiny_flat import FLAT, tiny_flat
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FLAT},
+    "qwen3_moe, not renormalised, tied": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "olmoe, renormalised": ("olmoe", {"norm_topk_prob": True}),
+    "qwen3_next, every second": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    "deepseek_v3, no low rank, ungrouped": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3, all sparse": ("deepseek_v3", {"first_k_dense_replace": 0}),
+    "glm4_moe, no biases, no norms": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_libraries_have_the_same_bits_and_logits(variant: str, tmp_path: Path) -> None:
+    """`save_pretrained`'s directory in both libraries; the int4 one, whole and step by step; and its bytes."""
+    family, overrides = VARIANTS[variant]
+    source = tiny_flat(tmp_path / "hf", family, dtype="float32", **overrides)
+    tier = propose(source).tier
+    assert tier.router.renormalise == overrides.get("norm_topk_prob", family != "olmoe")
+    quantize_checkpoint(source, tmp_path / "int4", tier)
+
+    readable = tmp_path / "mlx"  # the same tensors, config.json as mlx-lm wants it
+    shutil.copytree(source, readable)
+    config = family_names(family).mlx_config(json.loads((source / "config.json").read_text()))
+    (readable / "config.json").write_text(json.dumps(config))
+    convert(str(readable), str(tmp_path / "theirs"), quantize=True)
+    assert_same_checkpoint(tmp_path / "int4", tmp_path / "theirs")
+
+    ids = some_ids(40)
+    pairs = [
+        (load_teacher(source, dtype=torch.float32), load_model(readable)[0]),
+        (load_base(tmp_path / "int4", tier)[0], load_network(tmp_path / "int4", tier.layout, float32=True)),
+    ]
+    for ours, theirs in pairs:
+        theirs.set_dtype(mx.float32)
+        with torch.no_grad():
+            logits = ours(ids).logits
+        whole = as_torch(theirs(mx.array(ids.numpy())))
+        for other in (whole, mlx_steps(theirs, ids, 20), torch_steps(ours, ids, 20)):
+            assert relative(other, logits) < LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers: \[1\]; transformers and mlx-lm agree only at \[\]"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias: True"),
+        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: "),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_scaling: "),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob: False"),
+    ],
+)
+def test_what_the_libraries_compute_differently_is_refused(
+    family: str, change: dict[str, Any], message: str, tmp_path: Path
+):
+    source = tiny_flat(tmp_path, family)
+    edit_config(source, lambda config: config.update(change))
+    with pytest.raises(Edge0Error, match=message):
+        propose(source)

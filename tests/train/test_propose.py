@@ -1,0 +1,119 @@
+"""phase=inspect: what it proposes loads, what it can't take it says, and --config-dir finds the user's tiers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Tier, builtin_tier
+from edge0_train import cli
+from edge0_train.propose import inspect_command, propose
+from edge0_train.synthetic import synthetic_config
+from tests.tiny_flat import FLAT, tiny_flat
+from tests.tiny_models import TEACHER
+
+
+def config_only(directory: Path, config: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return directory
+
+
+def test_a_public_tiers_own_config_gives_its_architecture_and_proportions(tmp_path):
+    wanted = builtin_tier("35b")
+    found = propose(config_only(tmp_path / "Qwen3.6-35B-A3B", synthetic_config(wanted)))
+    tier = found.tier
+    assert (tier.family, tier.architecture, tier.router, tier.k) == (
+        "qwen3_5_moe",
+        wanted.architecture,
+        wanted.router,
+        4,
+    )
+    assert (tier.consumers, tier.head_width) == (wanted.consumers, wanted.head_width)
+    assert tier.owners == wanted.owners[:-1], "the last published head has no use"
+    assert set(tier.lora.targets) == set(wanted.lora.targets) and (tier.lora.r, tier.lora.alpha) == (16, 32)
+    assert tier.model == "Qwen3.6-35B-A3B" and tier.name == "qwen3.6-35b-a3b-k4"
+    facts = "\n".join(found.facts.values())
+    assert (
+        "34,660,610,688, bf16 64.56 GiB" in facts and "18.17 GiB in 1,757 tensors, of which 16.88 GiB experts" in facts
+    )
+    assert "1,769,472 B; a token reads at most 0.264 GiB of 4 x 40 at K=4" in facts
+    assert "32 heads 134,217,728 B, 310 LoRA pairs 42,332,160 B" in facts
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_a_proposal_is_a_tier_file(family, tmp_path):
+    source = tiny_flat(tmp_path / family, family)
+    proposal = propose(source, k=3, name="mine")
+    assert Tier.from_dict(yaml.safe_load(proposal.yaml())) == proposal.tier
+    assert (proposal.tier.k, proposal.tier.name) == (3, "mine")
+    layout, arch = proposal.tier.layout, proposal.tier.architecture
+    assert set(proposal.tier.lora.targets).isdisjoint(layout.spared)
+    assert max(proposal.tier.consumers) == arch["num_hidden_layers"] - 2
+
+
+def test_it_prints_or_writes_once(tmp_path, capsys):
+    inspect_command(["phase=inspect", f"base={TEACHER}"])
+    printed = capsys.readouterr().out
+    inspect_command(["phase=inspect", f"base={TEACHER}", f"out={tmp_path}"])
+    file = tmp_path / "tier/nano-teacher-k4.yaml"
+    assert file.read_text() == printed[:-1] and "--config-dir" in capsys.readouterr().out
+    with pytest.raises(Edge0Error, match=r"out: .*nano-teacher-k4.yaml exists"):
+        inspect_command(["phase=inspect", f"base={TEACHER}", f"out={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "gpt_oss"},
+            r"model_type: 'gpt_oss' is not supported; supported are .*olmoe.*transformers has model",
+        ),
+        (
+            {"model_type": "nobodys"},
+            r"transformers has no model of that name; mlx-lm has no model .* A family needs both",
+        ),
+        ({"hidden_size": 64}, "names no model_type"),
+        ({"model_type": "olmoe", "num_hidden_layers": 2}, "of 2 layers none is left to predict"),
+        ("[]", "not a JSON object"),
+        ("{", "not strict JSON"),
+    ],
+)
+def test_what_cannot_be_taken_is_said(config, message, tmp_path):
+    with pytest.raises(Edge0Error, match=message):
+        propose(config_only(tmp_path / "m", config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "base is missing; it takes base=DIR"),
+        (["base=x", "tier=nano"], "phase=inspect: tier; it takes base=DIR"),
+        (["base=/nowhere"], "base: /nowhere has no config.json"),
+        (["base=x", "k=many"], "k: 'many' is not a number"),
+        ([f"base={TEACHER}", "k=99"], r"tier\.k: 99 is larger than the 32 experts"),
+        ([f"base={TEACHER}", "name=a b"], r"tier\.name: 'a b'"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["edge0_train", "phase=inspect", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    with pytest.raises(Edge0Error, match=message):
+        inspect_command(["phase=inspect", *arguments])
+
+
+def test_tiers_of_the_users_own_folder_are_choices(tmp_path):
+    inspect_command(["phase=inspect", f"base={TEACHER}", f"out={tmp_path}", "name=own"])
+    for flags in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path)], ["-cd", str(tmp_path)]):
+        cli._check_choices([*flags, "tier=own"])
+        cli._check_choices([*flags, "tier=nano"])
+    with pytest.raises(Edge0Error, match=r"tier: 'own' is unknown; choose one of 35b"):
+        cli._check_choices(["tier=own"])
