@@ -79,7 +79,7 @@ def _ranked(router: Router, logits_NE: torch.Tensor, rank: int, bias_E: torch.Te
 
 
 def routing_divergence(tier: Tier, routing: RoutingPass) -> torch.Tensor:
-    """How unpredictable a pass's routing is: `head_kl` of the heads from the routers that they replaced.
+    """How unpredictable a pass's routing is: `head_kl` of the heads from the routers that they replaced (docs/method.md 2.2).
 
     Summed over consumer layers and predicted inputs. The target is a consumer's own router on the student's own hidden state, so
     the gradient has two ways into a LoRA: through that router's logits, and through the features that the head was given.

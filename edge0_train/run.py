@@ -36,7 +36,8 @@ from edge0_train.config import Config, to_dict
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 T = TypeVar("T")
 VOLATILE = (
-    "resume", "dry_run", "logger", "threads", "sample.max_truncated", "sample.max_repetitive", "sample.max_growth"
+    "resume", "dry_run", "logger", "threads", "sample.max_truncated", "sample.max_repetitive", "sample.max_growth",
+    "teacher.resident",
 )  # fmt: skip
 """Settings, or groups of them, that may differ between a run and its continuation."""
 

@@ -199,6 +199,8 @@ def nodes(budget: Budget) -> dict[str, Node]:
     )
     for loss in ("bce", "kl_margin"):
         made[f"heads_{loss}"] = replace(distill, overrides=(heads, f"heads.loss={loss}"))
+    for name, parent in (("kl_sft", "heads"), ("bce_sft", "heads_bce")):
+        made[name] = replace(made["ours_sft"], heads=parent)
     for loss in ("forward_kl", "reverse_kl_no_tail", "sampled_token"):
         made[loss] = replace(on_policy, overrides=(*policy, f"on_policy.loss={loss}"))
     # The teacher's top 32 of 384 hold .9999 of its mass: only with few tokens is there a tail to speak of.
@@ -241,6 +243,8 @@ ARMS: dict[str, Arm] = {
     "top2_no_tail": Arm("on-policy with the top 2, no tail", "heads", "top2_no_tail"),
     "heads_bce": Arm("heads by BCE, without LoRA", "heads_bce", extras=("drift",)),
     "heads_kl_margin": Arm("heads by KL + margin, without LoRA", "heads_kl_margin", extras=("drift",)),
+    "kl_sft": Arm("heads by KL, joint SFT", "kl_sft", "kl_sft", extras=("drift",)),
+    "bce_sft": Arm("heads by BCE, joint SFT", "bce_sft", "bce_sft", extras=("drift",)),
     "predictable_weak": Arm("ours, SFT, predictability .01", "predictable_weak", "predictable_weak", extras=("drift",)),
     "predictable_strong": Arm(
         "ours, SFT, predictability .1", "predictable_strong", "predictable_strong", extras=("drift",)

@@ -184,6 +184,9 @@ def test_limits_on_generated_rows_may_change_on_resume(config):
     """A run that a gate has stopped must be able to go on with another limit; what it generates may not change."""
     open_run(config)
     open_run(resumed(config, sample=dataclasses.replace(config.sample, max_truncated=1.0, max_growth=9.0)))
+    open_run(
+        resumed(config, teacher=dataclasses.replace(config.teacher, resident=False))
+    )  # where it lies, not what it says
     with pytest.raises(Edge0Error, match=r"resume: .*sample\.temperature"):
         open_run(resumed(config, sample=dataclasses.replace(config.sample, temperature=0.5)))
 
