@@ -16,6 +16,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student
+from edge0_train.cli import set_up_torch
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, collate
 from edge0_train.losses import chunked, cross_entropy, routing_divergence
@@ -161,6 +162,16 @@ def test_gradient_checkpointing_changes_nothing(make_config, pack_length):
     for name, grad in wanted.items():
         assert grad is not None
         torch.testing.assert_close(gotten[name], grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max() + 1e-12))
+
+
+def test_two_threads_give_the_same_bits_again(make_config):
+    config, path = make_path(make_config)
+    set_up_torch(2, config.base.device)
+    batch = collate(task_rows("train", 8), 0)
+    parameters = lora_parameters(path) | joint_parameters(config, path.heads)
+    first, *others = [gradients(parameters, sft_loss(path, batch, 0.1)[0]) for _ in range(4)]
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_packed_documents_give_the_sum_of_the_rows_own(make_config):
