@@ -92,7 +92,7 @@ def test_a_file_truncated_while_serving_fails_the_request_and_not_the_engine(
 def test_all_wrong_expert_tensors_are_listed_at_once(tiny_dir: Path, store: ExpertStore) -> None:
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
     checkpoint = Checkpoint.open(tiny_dir)
-    names = [tier.layout.expert_tensor(1, "up_proj", part) for part in QUANTISED_PARTS]
+    names = [tier.layout.expert_tensors(1, "up_proj", part)[0] for part in QUANTISED_PARTS]
     entries = dict(checkpoint.entries)
     del entries[names[0]]
     for name, wrong in ((names[1], {"dtype": "U8"}), (names[2], {"shape": (7, 128, 1)})):
