@@ -1,4 +1,6 @@
-"""Prompts: the generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+"""Prompts: generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+
+The generated tasks are `tasks` (the short ones), or `tasks:chain,add` for some by name.
 
 Train and held-out prompts are split by a hash of the prompt's text, so that no setting of seed or order can move a prompt
 from one side to the other.
@@ -45,8 +47,14 @@ def load_prompts(source: str, *, train: int, held_out: int, seed: int) -> Prompt
 
     Raises Edge0Error when the source cannot be read or yields no usable prompt on either side.
     """
-    if source == "tasks":
-        sides = {split: tasks.problems(split, seed, n) for split, n in (("train", train), ("eval", held_out))}
+    kind, colon, names = source.partition(":")
+    if kind == "tasks":
+        chosen = names.split(",") if colon else None
+        counts = {"train": train, "eval": held_out}
+        try:
+            sides = {split: tasks.problems(split, seed, count, chosen) for split, count in counts.items()}
+        except ValueError as error:
+            raise Edge0Error(f"text.prompts: {source}: {error}") from error
         as_prompts = {
             split: [Prompt(tuple(tasks.messages(p)), p.task, p.answer) for p in problems]
             for split, problems in sides.items()
