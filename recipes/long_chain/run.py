@@ -40,14 +40,15 @@ from edge0_train.student import Sampling, generate
 
 PHASES: dict[str, tuple[str, ...]] = {
     "quantize": (),
-    "teacher_text": ("sample.prompts=1280", "sample.eval_prompts=512"),
-    "head_distill": ("optim.steps=300", "optim.rows=6", "optim.micro_rows=6"),
-    "head_refine": ("optim.steps=200", "optim.rows=6", "optim.micro_rows=6"),
+    "teacher_text": ("sample.prompts=1024", "sample.eval_prompts=256"),
+    "head_distill": ("optim.steps=240", "optim.rows=6", "optim.micro_rows=6"),
+    "head_refine": ("optim.steps=160", "optim.rows=6", "optim.micro_rows=6"),
     "student_sft": ("optim.steps=240", "optim.rows=8", "optim.micro_rows=8"),
-    "on_policy": ("optim.steps=32", "optim.rows=16", "optim.micro_rows=16", "sample.batch=128"),
+    "on_policy": ("optim.steps=24", "optim.rows=16", "optim.micro_rows=16", "sample.batch=128"),
 }
 """What each phase does here instead of the tier's own settings: fewer rows, since a row is six times as long."""
 CONTROL = ("phase=student_sft", "heads.joint_lr=0", "optim.rows=8", "optim.micro_rows=8")
+BRANCHES = ("+ on-policy", "+ more SFT")
 BINS = ((1, 6), (7, 12), (13, 18), (19, 24), (25, 30))
 """Steps of a chain in the table, first and last."""
 
@@ -58,16 +59,15 @@ class Result:
 
     Attributes:
         loss, kl, reverse_kl: nats per completion token, on the teacher's text.
-        exact_match, count: share of right greedy answers, of how many; standard_error of that share.
-        first_error: {step: chains whose first wrong step it is}; a right chain has none, 31 is the answer after right steps.
+        exact_match: share of right greedy answers; right: "1" or "0" for each problem, in order.
+        first_error: {step: number of chains whose first wrong step it is}; 31: only the answer is wrong.
     """
 
     loss: float
     kl: float
     reverse_kl: float
     exact_match: float
-    standard_error: float
-    count: int
+    right: str
     first_error: dict[int, int]
 
 
@@ -124,11 +124,10 @@ def measure_seed(config: Config, root: Path, seed: int) -> dict[str, Any]:
     tier = config.tier
     stages = [
         Stage(f"teacher, K={tier.base_k}", tier.base_k, teacher=True),
-        Stage(f"int4, K={tier.base_k}", tier.base_k),
         Stage(f"int4, K={tier.k}", tier.k),
         Stage("heads, refined", heads=heads["head_refine"]),
     ]
-    for run, name in (("student_sft", "+ SFT"), ("on_policy", "+ on-policy"), ("more_sft", "+ more SFT")):
+    for run, name in (("student_sft", "+ SFT"), *zip(("on_policy", "more_sft"), BRANCHES, strict=True)):
         stages.append(Stage(name, heads=heads["student_sft"], lora=adapter(run, "lora").tensors))
     results = {}
     for stage in stages:
@@ -142,7 +141,7 @@ def measure_seed(config: Config, root: Path, seed: int) -> dict[str, Any]:
 def measure(bench: Bench, stage: Stage) -> Result:
     """Divergence on the teacher's text; greedy answers and their first wrong step."""
     sample, chat = bench.config.sample, bench.student.chat
-    right, firsts = 0, dict.fromkeys(range(1, 32), 0)
+    right, firsts = "", dict.fromkeys(range(1, 32), 0)
     with running(bench, stage) as path:
         scores = token_scores(path, stage, bench)
         for start in range(0, len(bench.rows), sample.batch):
@@ -157,14 +156,11 @@ def measure(bench: Bench, stage: Stage) -> Result:
             )
             for row, done in zip(part, completions, strict=True):
                 text = chat.text(done.ids)
-                right += is_correct(row.answer, text)
+                right += str(int(is_correct(row.answer, text)))
                 step = first_error(chat.text(row.prompt_ids), text)
                 if step:
                     firsts[step] += 1
-    count = len(bench.rows)
-    share = right / count
-    error = math.sqrt(share * (1 - share) / count)
-    return Result(scores["loss"], scores["kl"], scores["reverse_kl"], share, error, count, firsts)
+    return Result(scores["loss"], scores["kl"], scores["reverse_kl"], right.count("1") / len(right), right, firsts)
 
 
 def first_error(prompt: str, completion: str) -> int | None:
@@ -207,24 +203,32 @@ def report(out: Path) -> str:
     ]
     rows: list[list[Any]] = []
     for name in results[0]["stages"]:
-        of_stage = [(r["seed"], r["stages"][name]) for r in results]
-        each = [_cells(stage) for _, stage in of_stage]
-        rows += [[name, seed, *cells] for (seed, _), cells in zip(of_stage, each, strict=True)]
+        each = [_cells([result["stages"][name]]) for result in results]
+        rows += [[name, result["seed"], *cells] for result, cells in zip(results, each, strict=True)]
         if len(each) > 1:
-            means = [sum(column) / len(column) for column in zip(*each, strict=True)]
-            means[4] /= math.sqrt(len(each))  # of a mean over seeds, as far as the problems drawn go
-            rows.append([name, "mean", *means])
+            rows.append([name, "all", *_cells([result["stages"][name] for result in results])])
+    policy, control = ([bit == "1" for r in results for bit in r["stages"][name]["right"]] for name in BRANCHES)
+    differences = [float(a) - float(b) for a, b in zip(policy, control, strict=True)]
+    mean = sum(differences) / len(differences)
+    error = math.sqrt(sum((d - mean) ** 2 for d in differences)) / len(differences)
     return (
-        table(columns, rows)
-        + "\n+-: standard error of exact match over problems; the columns after it: share of chains whose first wrong step"
-        " is there"
+        f"{table(columns, rows)}\n+-: standard error of exact match over problems; after it: share of chains whose first wrong"
+        f" step is there\n{BRANCHES[0]} minus {BRANCHES[1]}, exact match on the same {len(differences)} problems:"
+        f" {mean:+.3f} +- {error:.3f} (the first alone right {differences.count(1.0)} times, the second"
+        f" {differences.count(-1.0)} times)"
     )
 
 
-def _cells(stage: Mapping[str, Any]) -> list[float]:
-    firsts, count = {int(step): n for step, n in stage["first_error"].items()}, stage["count"]
-    shares = [sum(firsts[step] for step in range(first, last + 1)) / count for first, last in (*BINS, (31, 31))]
-    return [*(stage[key] for key in ("loss", "kl", "reverse_kl", "exact_match", "standard_error")), *shares]
+def _cells(stages: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Means over seeds, which have the same number of problems each."""
+    right = "".join(stage["right"] for stage in stages)
+    share, count = right.count("1") / len(right), len(right)
+    scores = [sum(stage[key] for stage in stages) / len(stages) for key in ("loss", "kl", "reverse_kl")]
+    firsts = [
+        sum(stage["first_error"][str(step)] for stage in stages for step in range(first, last + 1)) / count
+        for first, last in (*BINS, (31, 31))
+    ]
+    return [*scores, share, math.sqrt(share * (1 - share) / count), *firsts]
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

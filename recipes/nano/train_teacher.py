@@ -2,10 +2,10 @@
 
     OMP_WAIT_POLICY=PASSIVE python recipes/nano/train_teacher.py
 
-Builds a tokenizer of 384 entries, trains in two stages (short tasks; then short tasks and long chains) with
-completion-only loss and a load-balance loss, scores exact match on held-out prompts (greedy, KV cache), and
-writes a directory that both transformers and mlx-lm load. `--start DIR` skips the first stage and goes on from
-a directory that it wrote.
+Builds a tokenizer of 384 entries, trains in stages (short tasks, then long chains too) with completion-only
+loss and a load-balance loss, scores exact match on held-out prompts (greedy, KV cache), and writes a directory
+that both transformers and mlx-lm load. Each stage leaves a directory `stage<n>` in --work; `--start 1` runs the
+stages after the first one only.
 Shapes: B rows, T tokens, E experts, K chosen experts, L layers, V vocabulary.
 """
 
@@ -56,8 +56,12 @@ class Stage:
     rate: float = 1.0
 
 
-SHORT = Stage(1400, {SHORT_TASKS: 32})
-LONG = Stage(650, {SHORT_TASKS: 20, ("chain",): 8}, rate=0.5)
+STAGES = (
+    Stage(1400, {SHORT_TASKS: 32}),
+    Stage(650, {SHORT_TASKS: 20, ("chain",): 8}, rate=0.5),
+    Stage(250, {SHORT_TASKS: 32, ("chain",): 2}, rate=0.25),
+)
+"""The short tasks; chains, at a rate that costs the short tasks some of their accuracy; and that accuracy again."""
 
 # `generation` marks what the assistant says itself: its text and the token that ends the turn.
 CHAT_TEMPLATE = """\
@@ -359,7 +363,7 @@ def save(model, tokenizer, out: Path) -> None:
         if name != "lm_head.weight"
     }
     safetensors.torch.save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    text = model.config.to_dict() | {"full_attention_interval": 4, "dtype": "bfloat16"}
+    text = model.config.to_dict() | {"full_attention_interval": 4, "dtype": "bfloat16", "_name_or_path": ""}
     text.pop("transformers_version", None)
     config = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -423,14 +427,14 @@ def _rows_of(stage: Stage) -> str:
     return " + ".join(f"{rows} of {', '.join(tasks)}" for tasks, rows in stage.buckets.items())
 
 
-def model_card(args, costs: list[tuple[Stage, dict]], scores: dict, difference: float | None, parameters: int) -> str:
+def model_card(args, costs: list[dict], scores: dict, difference: float | None, parameters: int) -> str:
     """README.md of the result; every number comes from this run."""
     rows = "\n".join(f"| {task} | {right / n:.3f} | {right}/{n} |" for task, (right, n) in scores.items())
-    command = f"--seed {args.seed} --threads {args.threads}" + (" --start FIRST_STAGE" if args.start else "")
+    command = f"--seed {args.seed} --threads {args.threads}"
     stages = "\n".join(
         f"| {_rows_of(stage)} | {stage.steps} | {stage.rate} | {cost['tokens']:,} | {cost['loss']:.4f}"
         f" | {cost['balance']:.3f} | {cost['wall_s']:.0f} | {cost['cpu_s']:.0f} |"
-        for stage, cost in costs
+        for stage, cost in zip(STAGES, costs, strict=True)
     )
     mlx = "mlx-lm was not installed" if difference is None else f"relative L2 of the logits {difference:.1e}"
     return f"""---
@@ -490,9 +494,10 @@ Apache-2.0
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--start", type=Path, help="a directory that the first stage wrote: go on from there")
+    parser.add_argument("--work", type=Path, default=Path("runs/nano-teacher"), help="for what the stages leave")
+    parser.add_argument("--start", type=int, default=0, help="go on after this stage, which lies in --work already")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, tokenizer and data (the second stage draws with seed + 1)"
+        "--seed", type=int, default=0, help="of weights, tokenizer and data (stage n draws with seed + n - 1)"
     )
     parser.add_argument("--out", type=Path, default=ASSETS, help="directory to write")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
@@ -505,19 +510,21 @@ def main(argv: list[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()  # not the notes on missing GPU kernels
     transformers.logging.disable_progress_bar()
     tokenizer = build_tokenizer(args.seed)
-    stages = [LONG] if args.start else [SHORT, LONG]
-    model = load_checked(args.start) if args.start else build_model(args.seed)
+    places = [args.work / f"stage{number}" for number in range(len(STAGES) + 1)]
+    model = load_checked(places[args.start]) if args.start else build_model(args.seed)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {2 * parameters / 1e6:.1f} MB in bf16")
     print(f"seed {args.seed}, {args.threads} thread(s), writes {args.out}", flush=True)
 
-    costs = []
-    for stage in stages:
-        print(f"{stage.steps} steps, rows of each: {stage.buckets}", flush=True)
+    costs = [json.loads((place / "cost.json").read_text()) for place in places[1 : args.start + 1]]
+    for number, stage in enumerate(STAGES[args.start :], args.start + 1):
+        print(f"stage {number}: {stage.steps} steps of {_rows_of(stage)} rows", flush=True)
         model.set_experts_implementation(EXPERTS)
-        costs.append((stage, train(model, tokenizer, stage, args.seed + (stage is LONG))))
-        save(model, tokenizer, args.out)
-        model = load_checked(args.out)
+        costs.append(train(model, tokenizer, stage, args.seed + number - 1))
+        save(model, tokenizer, places[number])
+        (places[number] / "cost.json").write_text(json.dumps(costs[-1]) + "\n")
+        model = load_checked(places[number])
+    save(model, tokenizer, args.out)
     check_tokenizer(tokenizer, args.out)
     short, long = problems("eval", EVAL_SEED, EVAL_COUNT), problems("eval", EVAL_SEED, EVAL_CHAINS, ["chain"])
     scores = evaluate(model, tokenizer, short)
@@ -528,7 +535,7 @@ def main(argv: list[str] | None = None) -> None:
     (args.out / "README.md").write_text(model_card(args, costs, scores, difference, parameters))
     for task, (right, count) in scores.items():
         print(f"exact match {task}: {right / count:.3f} ({right}/{count})")
-    wall, cpu = (sum(cost[unit] for _, cost in costs) for unit in ("wall_s", "cpu_s"))
+    wall, cpu = (sum(cost[unit] for cost in costs) for unit in ("wall_s", "cpu_s"))
     print(f"training took {wall:.0f} s wall, {cpu:.0f} s CPU")
     print(f"relative L2 of mlx-lm's logits: {difference}")
 

@@ -95,20 +95,25 @@ def test_a_chain_may_have_a_long_row(recipe, built):
     assert recipe.ROW_TOKENS["add"] < ids_BT.shape[1] <= recipe.ROW_TOKENS["chain"]
 
 
-def test_the_second_stage_can_start_from_the_first_ones_directory(recipe, built, tmp_path, monkeypatch):
-    """Only the rest is trained, from the saved weights, and the card and the scores tell of both kinds of tasks."""
-    _, _, first, _ = built
-    monkeypatch.setattr(recipe, "LONG", recipe.Stage(1, {("chain",): 1}, rate=1e-9))
+def test_a_later_stage_can_start_from_what_an_earlier_one_left(recipe, built, tmp_path, monkeypatch):
+    """Only the rest is trained, from the saved weights; card and scores tell of both kinds of tasks."""
+    tokenizer, model, _, cost = built
+    recipe.save(model, tokenizer, tmp_path / "stage1")
+    (tmp_path / "stage1/cost.json").write_text(json.dumps(cost))
+    last = recipe.Stage(1, {("chain",): 1}, rate=1e-9)
+    monkeypatch.setattr(recipe, "STAGES", (recipe.STAGES[0], last))
     monkeypatch.setattr(recipe, "EVAL_COUNT", 4)
     monkeypatch.setattr(recipe, "EVAL_CHAINS", 1)
     monkeypatch.setattr(recipe, "MAX_NEW_TOKENS", dict.fromkeys(recipe.TASKS, 2))
-    recipe.main(["--start", str(first), "--out", str(tmp_path)])
-    before, after = (recipe.load_checked(directory).state_dict() for directory in (first, tmp_path))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    card = (tmp_path / "README.md").read_text()
+    out = tmp_path / "out"
+    recipe.main(["--start", "1", "--work", str(tmp_path), "--out", str(out)])
+    before, *after = (recipe.load_checked(tmp_path / name).state_dict() for name in ("stage1", "stage2", "out"))
+    assert all(torch.equal(before[name], other[name]) for name in before for other in after)
+    card = (out / "README.md").read_text()
     assert (
         "| 1 of chain | 1 | 1e-09 |" in card and "| short | 0.000 | 0/4 |" in card and "| chain | 0.000 | 0/1 |" in card
     )
+    assert f"| 32 of add, reverse, multiply, word | 1400 | 1.0 | {cost['tokens']:,} |" in card
 
 
 def test_muon_on_2d_tensors_equals_torch_muon(recipe):
