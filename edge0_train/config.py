@@ -68,7 +68,8 @@ class Text:
     """Text rows: where prompts come from, and where teacher text lies (a `teacher_text` run directory).
 
     max_length: of prompt + completion; longer rows are dropped. pack_length: rows share lines of that many tokens; 0: off.
-    prompts: `tasks` (the generated nano tasks), or a JSONL/Parquet file, or a datasets name, with a `messages` column.
+    prompts: `tasks` (the generated nano tasks; `tasks:chain` names some), or a JSONL/Parquet file, or a datasets name, with a
+        `messages` column.
     """
 
     prompts: str

@@ -1,4 +1,6 @@
-"""Prompts: the generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+"""Prompts: generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+
+The generated tasks are `tasks` (the short ones), or `tasks:chain,add` for some by name.
 
 Train and held-out prompts are split by a hash of the prompt's text, so that no setting of seed or order can move a prompt
 from one side to the other.
@@ -62,8 +64,9 @@ def load_prompts(source: str, *, train: int, held_out: int, seed: int, limit: Li
 
     Raises Edge0Error when the source cannot be read or yields no usable prompt on either side.
     """
-    if source == "tasks":
-        prompts = _from_tasks(train, held_out, seed, limit)
+    kind, colon, names = source.partition(":")
+    if kind == "tasks":
+        prompts = _from_tasks(names.split(",") if colon else None, train, held_out, seed, limit)
     else:
         prompts = _split(_rows(source), train, held_out, seed, limit)
     for name, side in (("train", prompts.train), ("held-out", prompts.held_out)):
@@ -84,12 +87,15 @@ MOST_DRAWS = 8
 """Times as many tasks as are wanted, before it is clear that too few of them fit."""
 
 
-def _from_tasks(train: int, held_out: int, seed: int, limit: Limit | None) -> Prompts:
+def _from_tasks(chosen: list[str] | None, train: int, held_out: int, seed: int, limit: Limit | None) -> Prompts:
     sides: list[list[Prompt]] = []
     dropped: dict[str, int] = {}
     for split, count in (("train", train), ("eval", held_out)):
         for draws in (count, MOST_DRAWS * count):  # a longer list of the same seed begins with the shorter one
-            problems = tasks.problems(split, seed, draws)
+            try:
+                problems = tasks.problems(split, seed, draws, chosen)
+            except ValueError as error:
+                raise Edge0Error(f"text.prompts: tasks:{','.join(chosen or ())}: {error}") from error
             side, refused = _first((Prompt(tuple(tasks.messages(p)), p.task, p.answer) for p in problems), count, limit)
             if not refused or len(side) == count:
                 break

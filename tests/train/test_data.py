@@ -58,6 +58,14 @@ def test_tasks_are_split_and_checkable():
     assert all(p.task in tasks.TASKS and p.answer for p in [*prompts.train, *prompts.held_out])
 
 
+def test_some_tasks_are_chosen_by_name_and_unknown_ones_refused():
+    prompts = load_prompts("tasks:chain,add", train=50, held_out=20, seed=0)
+    assert {p.task for p in [*prompts.train, *prompts.held_out]} == {"chain", "add"}
+    assert "chain" not in {p.task for p in load_prompts("tasks", train=200, held_out=50, seed=0).train}
+    with pytest.raises(Edge0Error, match=r"text.prompts: tasks:chains: .*'chains'; use names from add"):
+        load_prompts("tasks:chains", train=1, held_out=1, seed=0)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_files_are_split_by_content_alone(tmp_path, kind):
     """Neither seed nor order nor limits nor neighbours move a prompt to the other side."""
