@@ -18,6 +18,7 @@ from edge0_runtime.network import load_network
 from edge0_train.base import load_base, load_teacher, quantize_checkpoint
 from edge0_train.base.names import family_names
 from edge0_train.propose import propose
+from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
 from tests.parity.test_base_parity import (
     LOGITS_TOLERANCE,
     as_torch,
@@ -28,7 +29,6 @@ from tests.parity.test_base_parity import (
     some_ids,
     torch_steps,
 )
-from tests.tiny_flat import FLAT, tiny_flat
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FLAT},

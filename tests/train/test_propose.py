@@ -15,7 +15,7 @@ from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_train import cli
 from edge0_train.propose import inspect_command, propose
 from edge0_train.synthetic import synthetic_config
-from tests.tiny_flat import FLAT, tiny_flat
+from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
 from tests.tiny_models import TEACHER
 
 
