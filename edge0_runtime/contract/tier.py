@@ -122,6 +122,11 @@ class Tier:
         return self.architecture[self.layout.num_experts]
 
     @property
+    def expert_width(self) -> int:
+        """Width of one routed expert's hidden layer."""
+        return self.architecture[self.layout.expert_width]
+
+    @property
     def base_k(self) -> int:
         """The K that the base and the teacher were trained with."""
         return self.architecture["num_experts_per_tok"]
