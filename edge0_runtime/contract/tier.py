@@ -355,6 +355,17 @@ def builtin_tier_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in tier_directory().glob("*.yaml")))
 
 
+def read_tier(name: str) -> Tier:
+    """The built-in tier `name`, or that of a file ending in .yaml. Raises Edge0Error: unknown, unreadable or no tier."""
+    if not name.endswith(".yaml"):
+        return builtin_tier(name)
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Edge0Error(f"tier: {name} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    return Tier.from_dict(data)
+
+
 def builtin_tier(name: str) -> Tier:
     """The tier `name` that comes with the project. Raises Edge0Error naming the known ones."""
     if name not in builtin_tier_names():
