@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names
+from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names, read_tier
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
@@ -142,7 +142,7 @@ def _tiers(args: argparse.Namespace) -> None:
     from edge0_runtime.inspection import describe_tier, tier_line, tier_text
 
     if args.name is not None:
-        data = describe_tier(builtin_tier(args.name))
+        data = describe_tier(read_tier(args.name))
         print(json.dumps(data, indent=2) if args.json else tier_text(data))
         return
     tiers = [builtin_tier(name).to_dict() for name in builtin_tier_names()]
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true")
 
     tiers = command("tiers", _tiers, "the built-in tiers, or all tensors of one")
-    tiers.add_argument("name", nargs="?", metavar="NAME")
+    tiers.add_argument("name", nargs="?", metavar="NAME", help="a built-in tier, or a file ending in .yaml")
     tiers.add_argument("--json", action="store_true")
     return parser
 

@@ -141,7 +141,7 @@ def describe_memory(
     frozen = [*_others(path, trainable), *(path.model.buffers() if config.base.residency == "device" else ())]
     tokens = _tokens_of_a_micro_batch(config, rows)
     layers, hidden, experts = tier.num_layers, tier.hidden_size, tier.num_experts
-    one_layer = 12 * hidden + tier.k * (2 * hidden + 3 * tier.architecture[tier.layout.expert_width])
+    one_layer = 12 * hidden + tier.k * (2 * hidden + 3 * tier.expert_width)
     parts = {
         f"frozen values ({'int4' if packed else config.base.dtype} base)": sum(
             t.numel() * t.element_size() for t in frozen

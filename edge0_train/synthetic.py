@@ -11,6 +11,7 @@ nil; names, shapes, bytes, and how many experts a step shares with the one befor
 from __future__ import annotations
 
 import datetime
+import math
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ ROUTER_GAIN = 3.0  # a router's logits of a deviation of 3: the chosen experts' 
 HEAD_NOISE = 0.25  # deviation of what hidden state and token add to an overlapping head's logits
 LORA_SHARE = 0.1  # deviation of a LoRA's delta, of the module's own output
 SIMULATED = 512  # tokens
+NANO_IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}  # of the tokenizer that is written along
 
 
 def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) -> Tier:
@@ -72,7 +74,7 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
 def synthetic_config(tier: Tier) -> dict[str, Any]:
     """A config.json of the tier's architecture and router, with transformers' defaults elsewhere; not quantised yet."""
     names, router = family_names(tier.family), tier.router
-    fields = dict(tier.architecture)
+    fields = dict(tier.architecture) | NANO_IDS
     if router.kind == "sigmoid_group":
         fields |= {"n_group": router.n_group, "topk_group": router.topk_group, "routed_scaling_factor": router.scaling}
     aliases = tier.layout.aliases
@@ -113,15 +115,13 @@ def _maker(target: Target, tier: Tier, seed: int) -> Any:
         kinds = target.stored()
         random = np.random.Generator(np.random.SFC64([seed, zlib.crc32(target.name.encode())]))
         if not target.bits:
-            yield target.name, torch.from_numpy(_float_values(target, random)).to(target.dtype)
+            yield target.name, torch.from_numpy(_float_values(target, tier, random)).to(target.dtype)
             return
         (weight, (shape, _)), (scales, (groups, dtype)), (biases, _) = kinds.items()
         words = random.bit_generator.random_raw((int(np.prod(shape)) + 1) // 2).view(np.uint32)
         yield weight, torch.from_numpy(words[: np.prod(shape)].reshape(shape))
         levels = (1 << target.bits) - 1
-        step = _deviation(target, tier) / np.sqrt(
-            ((levels + 1) ** 2 - 1) / 12
-        )  # a uniform code's deviation is the root
+        step = _deviation(target, tier) / math.sqrt(levels * (levels + 2) / 12)  # the root: a uniform code's deviation
         scale = torch.from_numpy(random.uniform(0.8, 1.2, groups).astype(np.float32) * np.float32(step)).to(dtype)
         yield scales, scale
         yield biases, (scale.float() * (-levels / 2)).to(dtype)
@@ -131,18 +131,17 @@ def _maker(target: Target, tier: Tier, seed: int) -> Any:
 
 def _deviation(target: Target, tier: Tier) -> float:
     """Of a weight's values: outputs are as large as inputs, embeddings are 1, routers are louder."""
-    if "embed" in target.name:
+    if target.module == tier.layout.embedding:
         return 1.0
     gain = ROUTER_GAIN if f".{tier.layout.router}." in target.name else 1.0
-    return float(gain / np.sqrt(target.shape[-1]))
+    inputs = math.prod(target.shape[1:]) if target.link.change in ("conv_axes", "channels") else target.shape[-1]
+    return gain / math.sqrt(inputs)
 
 
-def _float_values(target: Target, random: np.random.Generator) -> np.ndarray:
+def _float_values(target: Target, tier: Tier, random: np.random.Generator) -> np.ndarray:
     values = random.standard_normal(target.shape, np.float32)
     if len(target.shape) > 1:
-        if "embed" in target.name:
-            return values
-        return values / np.float32(np.sqrt(np.prod(target.shape[1:]) if "conv" in target.name else target.shape[-1]))
+        return values * np.float32(_deviation(target, tier))
     centre = 1.0 if target.name.endswith(("norm.weight", "dt_bias")) else 0.0
     return np.float32(centre) + np.float32(0.1) * values
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import builtin_tier
+from edge0_runtime.contract.tier import read_tier
 from edge0_train.synthetic import calibrate, shrink, write_adapters, write_base
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tier", help="built-in tier: 35b, nano, ...")
+    parser.add_argument("tier", help="built-in tier (35b, nano, ...), or a file ending in .yaml")
     parser.add_argument("directory", type=Path, help="must not exist")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, metavar="N", help="default: the tier's")
@@ -40,7 +40,7 @@ def main() -> None:
     numbers = {"num_hidden_layers": args.layers, "num_experts": args.experts, "vocab_size": args.vocab}
     began = time.time()
     try:
-        tier = shrink(builtin_tier(args.tier), {k: v for k, v in numbers.items() if v is not None}, args.k)
+        tier = shrink(read_tier(args.tier), {k: v for k, v in numbers.items() if v is not None}, args.k)
         strength = 0.0 if args.headers_only else calibrate(tier, args.overlap, args.seed)
         size = write_base(args.directory, tier, seed=args.seed, headers_only=args.headers_only)
         print(f"{args.directory}: {size} B of tensors in {time.time() - began:.0f} s", flush=True)

@@ -122,6 +122,11 @@ class Tier:
         return self.architecture[self.layout.num_experts]
 
     @property
+    def expert_width(self) -> int:
+        """Width of one routed expert's hidden layer."""
+        return self.architecture[self.layout.expert_width]
+
+    @property
     def base_k(self) -> int:
         """The K that the base and the teacher were trained with."""
         return self.architecture["num_experts_per_tok"]
@@ -348,6 +353,17 @@ def tier_directory() -> Path:
 
 def builtin_tier_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in tier_directory().glob("*.yaml")))
+
+
+def read_tier(name: str) -> Tier:
+    """The built-in tier `name`, or that of a file ending in .yaml. Raises Edge0Error: unknown, unreadable or no tier."""
+    if not name.endswith(".yaml"):
+        return builtin_tier(name)
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Edge0Error(f"tier: {name} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    return Tier.from_dict(data)
 
 
 def builtin_tier(name: str) -> Tier:

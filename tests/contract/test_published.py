@@ -1,4 +1,7 @@
-"""The public project's own directory, at full size and in its own form: no contract metadata. Its data is a hole."""
+"""The public project's own directory, at full size and in its own form. Its data is a hole.
+
+Its adapters have no contract; some releases carry flat metadata of their converter, as third parties report of revision 1ff9f447.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +20,21 @@ from edge0_runtime.inspection import inspect
 from edge0_train.synthetic import write_base
 
 TIER = builtin_tier("35b")
+CONVERTED = {
+    "source": "round9.npz",
+    "source_md5": "0" * 32,
+    "converted": "2026-09-08T09:59:20+00:00",
+    "format_version": "1",
+}
+FLAT = {
+    "prerouter": {"kind": "prerouter", "model": "edge0-35b", "owners": json.dumps([*range(6, 39)]), **CONVERTED},
+    "lora": {"kind": "lora", "model": "edge0-35b", "K": "4", "r": "16", "alpha": "32", **CONVERTED},
+}
 
 
-def write_hole(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "F16") -> None:
-    """A safetensors file of zeros without `__metadata__`, that takes no room."""
-    header, end = {}, 0
+def write_hole(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "F16", metadata: Any = None) -> None:
+    """A safetensors file of zeros that takes no room; without `metadata` it has no such key at all."""
+    header, end = {"__metadata__": metadata} if metadata else {}, 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * {"F16": 2, "F32": 4}[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
@@ -30,12 +44,12 @@ def write_hole(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "
         file.truncate(8 + len(text) + end)
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[False, True], ids=["no metadata", "flat metadata"])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("published") / "edge0-35b"
     write_base(directory, TIER, headers_only=True)
-    write_hole(directory / "prerouter_edge0_35b.safetensors", TIER.head_tensors())
-    write_hole(directory / "lora_edge0_35b.safetensors", TIER.lora_tensors())
+    for kind, shapes in (("prerouter", TIER.head_tensors()), ("lora", TIER.lora_tensors())):
+        write_hole(directory / f"{kind}_edge0_35b.safetensors", shapes, metadata=FLAT[kind] if request.param else None)
     return directory
 
 

@@ -19,7 +19,7 @@ from edge0_train.cli import run_phase
 from edge0_train.config import config_directory
 from edge0_train.data.rows import write_data
 from edge0_train.propose import inspect_command
-from tests.tiny_flat import FLAT, tiny_flat
+from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
 from tests.train.conftest import task_rows
 
 STEPS = {"head_distill": 60, "student_sft": 3, "on_policy": 2}

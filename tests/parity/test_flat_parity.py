@@ -18,6 +18,7 @@ from edge0_runtime.network import load_network
 from edge0_train.base import load_base, load_teacher, quantize_checkpoint
 from edge0_train.base.names import family_names
 from edge0_train.propose import propose
+from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
 from tests.parity.test_base_parity import (
     LOGITS_TOLERANCE,
     as_torch,
@@ -28,7 +29,6 @@ from tests.parity.test_base_parity import (
     some_ids,
     torch_steps,
 )
-from tests.tiny_flat import FLAT, tiny_flat
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FLAT},
@@ -69,6 +69,26 @@ def test_both_libraries_have_the_same_bits_and_logits(variant: str, tmp_path: Pa
         whole = as_torch(theirs(mx.array(ids.numpy())))
         for other in (whole, mlx_steps(theirs, ids, 20), torch_steps(ours, ids, 20)):
             assert relative(other, logits) < LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_a_bfloat16_base_is_the_float32_base_rounded_once(family: str, tmp_path: Path) -> None:
+    source = tiny_flat(tmp_path / "hf", family)
+    tier = propose(source).tier
+    quantize_checkpoint(source, tmp_path / "int4", tier)
+    full, _ = load_base(tmp_path / "int4", tier)
+    half, _ = load_base(tmp_path / "int4", tier, dtype=torch.bfloat16)
+    kept = {name for name, value in half.state_dict().items() if value.dtype == torch.float32}
+    suffixes = {
+        "qwen3_next": ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight", "A_log"),
+        "deepseek_v3": ("mlp.gate.weight", "e_score_correction_bias"),
+        "glm4_moe": ("mlp.gate.weight", "e_score_correction_bias"),
+    }
+    assert kept == {name for name in half.state_dict() if name.endswith(suffixes.get(family, ("none",)))}
+    for name, tensor in full.state_dict().items():
+        assert torch.equal(half.state_dict()[name], tensor if name in kept else tensor.bfloat16()), name
+    with torch.no_grad():
+        assert half(some_ids(8)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

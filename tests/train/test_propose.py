@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from edge0_runtime import cli as runtime_cli
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Tier, builtin_tier
+from edge0_runtime.contract.tier import Tier, builtin_tier, read_tier
 from edge0_train import cli
 from edge0_train.propose import inspect_command, propose
 from edge0_train.synthetic import synthetic_config
-from tests.tiny_flat import FLAT, tiny_flat
+from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
 from tests.tiny_models import TEACHER
 
 
@@ -108,6 +109,20 @@ def test_a_wrong_call_is_one_sentence(arguments, message, monkeypatch, capsys):
     assert stop.value.code == 2
     with pytest.raises(Edge0Error, match=message):
         inspect_command(["phase=inspect", *arguments])
+
+
+def test_a_tier_file_is_a_tier_for_the_other_commands_too(tmp_path, capsys, monkeypatch):
+    inspect_command(["phase=inspect", f"base={TEACHER}", f"out={tmp_path}", "name=own"])
+    file = tmp_path / "tier/own.yaml"
+    assert runtime_cli.main(["tiers", str(file)]) == 0
+    assert "heads 5, " in capsys.readouterr().out
+    (tmp_path / "broken.yaml").write_text("a: [")
+    for name, message in (("broken.yaml", "cannot be read as YAML"), ("none.yaml", "No such file"), ("own", "unknown")):
+        assert runtime_cli.main(["tiers", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(Edge0Error, match=r"tier: \[1\] is not a mapping"):
+        read_tier(str(tmp_path / "list.yaml"))
 
 
 def test_tiers_of_the_users_own_folder_are_choices(tmp_path):

@@ -62,6 +62,17 @@ def test_served_neighbours_share_what_was_asked_for(directory):
     assert shares[2:15].mean() == pytest.approx(OVERLAP, abs=0.05)
 
 
+def test_the_same_of_a_family_whose_gates_choose_themselves(tmp_path):
+    """Ling: one-hots of the layers' own gates, experts in groups, the first step predicted already."""
+    tier = builtin_tier("nano-ling")
+    write_base(tmp_path / "ling", tier)
+    write_adapters(tmp_path / "ling", tier, calibrate(tier, 0.42, 0))
+    with Engine.load(tmp_path / "ling") as engine:
+        steps = [step.experts for step in engine.generate([5, 6, 7], max_tokens=80, ignore_eos=True, trace=True)]
+    moe = tier.layout.moe_layers(tier.architecture)
+    assert overlap(steps[1:])[moe.index(2) :].mean() == pytest.approx(0.42, abs=0.05)
+
+
 def test_a_stronger_image_shares_more_and_what_cannot_be_had_is_refused():
     tier = small_tier()
     chance = tier.k / tier.num_experts

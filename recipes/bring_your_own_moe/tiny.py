@@ -1,16 +1,20 @@
-"""Tiny random models of the families with a flat config.json, saved as transformers saves them."""
+"""Tiny random models of the families with a flat config.json, saved as transformers saves them; the tests use them too.
+
+python -m recipes.bring_your_own_moe.tiny olmoe /tmp/olmoe
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny_models import TEACHER, TOKENIZER_FILES
-
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 5,
@@ -85,5 +89,11 @@ def tiny_flat(directory: Path | str, family: str, seed: int = 0, dtype: str = "b
                 tensor.copy_(0.3 * noise)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     for name in TOKENIZER_FILES:
-        shutil.copyfile(TEACHER / name, directory / name)
+        shutil.copyfile(str(files("edge0_train") / "assets/nano-teacher" / name), directory / name)
     return directory
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in FLAT:
+        sys.exit(f"give a family and a directory; families: {', '.join(FLAT)}")
+    tiny_flat(sys.argv[2], sys.argv[1])
