@@ -17,14 +17,14 @@ class RoutingLog:
     """What the last forward pass routed to.
 
     Attributes:
-        executed: layer -> [T, K] expert indices, as the block chose them.
+        executed: layer -> [T, K] expert indices, as the block chose them; lazy where nobody waited for them.
         logits: layer -> [E] router logits of the pass's last token that the block chose by, predicted or its
             own.
         dropped: routings since construction whose expert wasn't there to compute; anything but 0 is a bug.
     """
 
     def __init__(self) -> None:
-        self.executed: dict[int, np.ndarray] = {}
+        self.executed: dict[int, np.ndarray | mx.array] = {}
         self.logits: dict[int, mx.array] = {}
         self.dropped = 0
 
@@ -75,6 +75,16 @@ def _sigmoid_group(
     indices_TK = _topk(choice_TGM.flatten(-2), k)
     weights_TK = mx.take_along_axis(scores_TE, indices_TK, axis=-1)
     return indices_TK, router.scaling * weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + 1e-20)
+
+
+def block_choice(router: Router, logits_TE: mx.array, k: int, dtype: mx.Dtype) -> mx.array:
+    """[T, K] experts that a block computing in `dtype` chooses by predicted logits, by the same calls as there.
+
+    `route` and a block's own softmax differ in rounding where `dtype` isn't fp32, and with it at near-ties.
+    """
+    if router.kind == "softmax_topk":
+        return _topk(mx.softmax(logits_TE.astype(dtype), axis=-1, precise=True), k)
+    return route(router, logits_TE, k)[0]
 
 
 def _topk(scores_TE: mx.array, k: int) -> mx.array:

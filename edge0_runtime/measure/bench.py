@@ -67,7 +67,7 @@ def _environment(engine: Engine) -> dict[str, Any]:
         "k": model.tier.k,
         "prerouter": model.prerouter is not None,
         "lora": model.lora_modules > 0,
-        "expert_cache_budget_bytes": model.cache.budget_bytes,
+        "expert_slots": 0 if model.memory is None else model.memory.slots,
         "prefill_chunk": engine.prefill_chunk,
         "device": str(mx.default_device()),
         "platform": platform.platform(),

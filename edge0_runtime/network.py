@@ -1,0 +1,48 @@
+"""mlx-lm's network of a checkpoint: made without reading, brought to the compute dtype, then read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.utils import load_model
+
+from edge0_runtime.contract.errors import Edge0Error
+
+
+def load_network(directory: Path) -> nn.Module:
+    """mlx-lm's model; nothing is read from the files yet."""
+    try:
+        network, _ = load_model(directory, lazy=True)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
+    return network
+
+
+def to_float32(network: nn.Module) -> None:
+    """Have the network compute in float32: all floating parameters but what quantised matmuls unpack.
+
+    Those take bf16 scales and biases beside float32 activations, with the same bits as result (docs/parity.md 0.4),
+    at half the memory. An embedding's are looked up and decide the dtype of all that follows, so they are cast.
+    """
+    for module in network.modules():
+        packed = isinstance(module, (nn.QuantizedLinear, QuantizedSwitchLinear))
+        for name, value in module.items():
+            if not isinstance(value, mx.array) or name.startswith("_"):
+                continue
+            if mx.issubdtype(value.dtype, mx.floating) and not (packed and name in ("scales", "biases")):
+                module[name] = value.astype(mx.float32)
+
+
+def network_nbytes(network: nn.Module) -> int:
+    """What the parameters take in memory, read or not."""
+    return sum(value.nbytes for _, value in tree_flatten(network.parameters()))
+
+
+def evaluate(network: nn.Module) -> None:
+    """Read all arrays now, parameters or not: a lazy array belongs to the thread that made it."""
+    for module in network.modules():
+        mx.eval([value for value in module.values() if isinstance(value, mx.array)])
