@@ -72,7 +72,7 @@ class StreamingSwitchGLU(nn.Module):
         if known_K is not None:
             experts_N = known_K
         else:
-            mx.eval(indices)  # and with it all layers below
+            mx.eval(x, indices)  # and with them all layers below
             self._pool.release()
             indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
             self._log.executed[self._layer] = indices_TK

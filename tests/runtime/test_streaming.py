@@ -48,6 +48,34 @@ def test_bit_equal_to_the_resident_switch_glu(
     store.close()
 
 
+def test_slots_reused_over_thousands_of_tokens_stay_right(
+    tiny_dir: Path, plain_model: Callable[[Path, int], Any]
+) -> None:
+    """2,200 tokens through 6 slots, layers 1 and 2 staged as a prerouter does it, each against the resident module."""
+    tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
+    store, log = ExpertStore.open(Checkpoint.open(tiny_dir), tier), RoutingLog()
+    memory = ExpertMemory(store, threads=2, slots=6, spare=2, log=log)
+    resident = [layer.mlp.switch_mlp for layer in plain_model(tiny_dir, 2).layers]
+    layers = plain_model(tiny_dir, 2).layers
+    streaming = [StreamingSwitchGLU(layer.mlp.switch_mlp, n, log) for n, layer in enumerate(layers)]
+    for module in streaming:
+        module.attach(memory)
+    rng = np.random.default_rng(2)
+    x = mx.array(rng.standard_normal((1, 1, 64)).astype(np.float32))
+    for _ in range(2200):
+        routed = [mx.array(rng.permutation(8)[None, None, :2].astype(np.uint32)) for _ in range(4)]
+        memory.stage([1, 2], np.concatenate([np.array(indices[0]) for indices in routed[1:3]]).astype(int))
+        got = wanted = x
+        for layer, indices in enumerate(routed):  # a residual stream: a layer's input is all that was computed below
+            got = got + streaming[layer](got, indices).sum(axis=-2)
+            wanted = wanted + resident[layer](wanted, indices).sum(axis=-2)
+        assert mx.array_equal(got, wanted).item()
+        memory.settled()
+    assert memory.counters()["evictions"] > 10_000 and log.dropped == 0
+    memory.close()
+    store.close()
+
+
 def test_without_adapters_and_at_the_bases_k_it_is_plain_mlx_lm(
     make_dir: Callable[..., Path],
     plain_model: Callable[[Path, int], Any],
