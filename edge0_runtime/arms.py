@@ -13,7 +13,6 @@ on_demand, history and resident compute the same; prerouter and same_token are o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,9 +20,6 @@ import numpy as np
 
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.routing import block_choice
-
-Arm = Literal["prerouter", "on_demand", "history", "same_token", "resident"]
-ARMS: tuple[Arm, ...] = get_args(Arm)
 
 
 class SameToken:

@@ -18,13 +18,16 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names
+from edge0_runtime.settings import ARMS, IO_THREADS
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
@@ -35,6 +38,9 @@ BENCH_PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blu
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # Unhandled, the signal kills Python before its cleanup.
+    before = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("edge0_runtime").setLevel(logging.INFO)  # the engine says what it loaded
     try:
@@ -47,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 # -- commands ----------------------------------------------------------------------------------------------
@@ -156,7 +169,9 @@ def _load(args: argparse.Namespace) -> Engine:
         args.model_dir,
         prerouter=args.prerouter,
         lora=args.lora,
+        arm=args.arm,
         memory_budget=args.memory_budget,
+        io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
         tier_name=args.tier,
     )
@@ -247,7 +262,18 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument("--no-prerouter", dest="prerouter", action="store_false", help="layers keep their own gates")
     parser.add_argument("--no-lora", dest="lora", action="store_false", help="serve without the recovery LoRA")
-    parser.add_argument("--memory-budget", type=float, metavar="GIB", help="for experts in memory")
+    parser.add_argument(
+        "--memory-budget",
+        type=float,
+        metavar="GIB",
+        help="for weights, adapters, activations and experts; default: a quarter of the machine's",
+    )
+    parser.add_argument(
+        "--arm", choices=ARMS, help="how experts are routed and read, to be measured against each other"
+    )
+    parser.add_argument(
+        "--io-threads", type=int, default=IO_THREADS, metavar="N", help="that read experts (default %(default)s)"
+    )
     parser.add_argument("--allow-mismatch", action="store_true", help="serve files that were not made together")
 
 

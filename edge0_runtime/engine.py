@@ -24,15 +24,12 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from edge0_runtime.arms import ARMS, Arm
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import strict_json
 from edge0_runtime.experts.memory import COUNTERS
 from edge0_runtime.model import ServedModel, Serving, build
 from edge0_runtime.plan import prefill_chunk
-
-IO_THREADS = 4
-MAX_IO_THREADS = 64
+from edge0_runtime.settings import ARMS, IO_THREADS, MAX_IO_THREADS, Arm
 
 FinishReason = Literal["stop", "length", "cancelled"]
 log = logging.getLogger(__name__)

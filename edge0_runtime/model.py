@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from edge0_runtime.arms import Arm, SameToken
+from edge0_runtime.arms import SameToken
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
@@ -30,6 +30,7 @@ from edge0_runtime.network import evaluate, load_network, network_nbytes, to_flo
 from edge0_runtime.plan import Plan, make_plan
 from edge0_runtime.prerouter import Predictor, PreroutedGate, Prerouter
 from edge0_runtime.routing import RoutingLog, block_choice
+from edge0_runtime.settings import Arm
 
 # A prompt chunk that routes to each expert at least this often on average uses nearly all of them: exp(-2) = 14 %
 # would be left out by uniform routing.
@@ -354,4 +355,3 @@ def _context_length(checkpoint: Checkpoint) -> int:
 def _embedding_path(tier: Tier) -> str:
     """Module path of the token embedding, beside the decoder layers: `language_model.model.embed_tokens`."""
     return tier.layout.layer_path(0).replace("layers.0", "embed_tokens")
-

@@ -167,7 +167,7 @@ class SlotPool:
     def fill(self) -> None:
         """Read all experts of all layers, in order; needs a slot for each. From then on the pool is `full`."""
         every_E = np.arange(self._num_experts)
-        for row, layer in enumerate(self.layers):
+        for row in range(len(self.layers)):
             first = row * self._num_experts
             self._issue(row, every_E, every_E + first, demanded=False)
         for layer in self.layers:
@@ -273,5 +273,3 @@ def _runs(experts_N: np.ndarray) -> list[tuple[int, int]]:
             bounds.append((start, end))
             start = end
     return bounds
-
-

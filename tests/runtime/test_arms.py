@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edge0_runtime.arms import ARMS
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
+from edge0_runtime.settings import ARMS
 
 ALL = 32  # experts of the tiny model
 Outputs = list[list[tuple[int, bytes, bytes]]]
