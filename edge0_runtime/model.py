@@ -123,10 +123,10 @@ class ServedModel:
         self._embed = self._modules[_embedding_path(self.tier)]
         # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
         # slower (docs/parity.md 4). On Metal everything stays as the files have it.
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        if on_cpu:
+        self._float32 = mx.default_device().type == mx.DeviceType.cpu
+        if self._float32:
             to_float32(self._network)
-        adapter_dtype = mx.float32 if on_cpu else mx.float16
+        adapter_dtype = mx.float32 if self._float32 else mx.float16
         heads, lora = adapters.prerouter, adapters.lora
         self.prerouter = None if heads is None else Prerouter(self.tier, heads.tensors, adapter_dtype)
         self.predictor: Predictor | None = self.prerouter
@@ -179,18 +179,21 @@ class ServedModel:
             self.store,
             budget_bytes=budget_bytes,
             predicted_layers=0 if self.prerouter is None else len(self.prerouter.owners),
+            float32=self._float32,
             **self._fixed,
         )
         if not plan.full:
             speed = disk_speed(self.store, threads=self.serving.io_threads, max_bytes=PROBE_BYTES)
-            plan = dataclasses.replace(plan, disk_bytes_per_second=speed and speed.bytes_per_second)
+            plan = dataclasses.replace(plan, disk_bytes_per_second=None if speed is None else speed.bytes_per_second)
         log.info("%s", plan.text())
         if self.memory is not None:
             self.memory.close()
         self.memory = None  # and with it the slots, before new ones are made
         for module in experts:
             module.detach()
-        self.memory = ExpertMemory(self.store, self.serving.io_threads, plan.slots, self.tier.k, self.log)
+        self.memory = ExpertMemory(
+            self.store, self.serving.io_threads, plan.slots, self.tier.k, self._float32, self.log
+        )
         for module in experts:
             module.attach(self.memory)
         self.plan = plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,7 +40,8 @@ def to_float32(network: nn.Module) -> None:
 
 def network_nbytes(network: nn.Module) -> int:
     """What the parameters take in memory, read or not."""
-    return sum(value.nbytes for _, value in tree_flatten(network.parameters()))
+    arrays: list[tuple[str, Any]] = tree_flatten(network.parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in arrays)
 
 
 def evaluate(network: nn.Module) -> None:

@@ -13,6 +13,7 @@ import psutil
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
+from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.store import ExpertStore
 
 GIB = 2**30
@@ -32,7 +33,8 @@ class Plan:
         budget_bytes: what was asked for, or the default.
         resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
         workspace_bytes: activations of the longest prompt chunk.
-        expert_nbytes: of the largest expert. slots: how many experts are held. experts: how many there are.
+        expert_nbytes: of the largest expert on disk. slot_nbytes: of its slot in memory.
+        slots: how many experts are held. experts: how many there are.
         step_experts: how many a token needs. predicted_experts: those of them that are known a token ahead.
         disk_bytes_per_second: measured with the engine's own reads; None where all experts are held, or where
             reads past the page cache aren't possible.
@@ -43,6 +45,7 @@ class Plan:
     adapter_bytes: int
     workspace_bytes: int
     expert_nbytes: int
+    slot_nbytes: int
     slots: int
     experts: int
     step_experts: int
@@ -77,7 +80,7 @@ class Plan:
         lines = [
             f"memory budget {self.budget_bytes / GIB:.3g} GiB: base {self.resident_bytes / GIB:.3g},"
             f" adapters {self.adapter_bytes / GIB:.3g}, activations {self.workspace_bytes / GIB:.3g},"
-            f" experts {self.slots * self.expert_nbytes / GIB:.3g}",
+            f" experts {self.slots * self.slot_nbytes / GIB:.3g}",
             f"{self.slots} of {self.experts} experts fit ({self.expert_nbytes / 2**20:.3g} MiB each);"
             f" a token needs {self.step_experts}, {self.predicted_experts} of them known a token ahead",
         ]
@@ -104,6 +107,7 @@ def make_plan(
     resident_bytes: int,
     adapter_bytes: int,
     predicted_layers: int,
+    float32: bool,
 ) -> Plan:
     """How many experts a budget holds.
 
@@ -111,24 +115,24 @@ def make_plan(
         budget_bytes: None takes a quarter of the machine's memory, or what all experts need if that is less.
         resident_bytes, adapter_bytes: as they will be in memory.
         predicted_layers: layers whose routing is known a token ahead.
+        float32: the network computes in it, and slots hold scales and biases in it.
 
     Raises Edge0Error if not even one expert fits.
     """
     layers = len(store.tensors)
     expert_nbytes = max(store.expert_nbytes(layer) for layer in store.tensors)
+    one_slot = max(slot_nbytes(tensors, float32) for tensors in store.tensors.values())
     experts = store.num_experts * layers
     workspace = workspace_bytes(tier, prefill_chunk(tier))
     fixed = resident_bytes + adapter_bytes + workspace
     if budget_bytes is None:
-        budget_bytes = min(fixed + store.total_nbytes, max(psutil.virtual_memory().total // 4, fixed + expert_nbytes))
-    slots = min(experts, (budget_bytes - fixed) // expert_nbytes)
-    if budget_bytes >= fixed + store.total_nbytes:
-        slots = experts
+        budget_bytes = min(fixed + experts * one_slot, max(psutil.virtual_memory().total // 4, fixed + one_slot))
+    slots = min(experts, (budget_bytes - fixed) // one_slot)
     if slots < 1:
         raise Edge0Error(
             f"memory_budget: {budget_bytes / GIB:.6g} GiB hold no expert: base, adapters and activations take"
-            f" {fixed / GIB:.6g} GiB and an expert {expert_nbytes / GIB:.6g} GiB;"
-            f" give at least {(fixed + expert_nbytes) / GIB:.6g}"
+            f" {fixed / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB;"
+            f" give at least {(fixed + one_slot) / GIB:.6g}"
         )
     return Plan(
         budget_bytes=budget_bytes,
@@ -136,6 +140,7 @@ def make_plan(
         adapter_bytes=adapter_bytes,
         workspace_bytes=workspace,
         expert_nbytes=expert_nbytes,
+        slot_nbytes=one_slot,
         slots=slots,
         experts=experts,
         step_experts=layers * tier.k,

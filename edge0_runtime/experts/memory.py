@@ -28,8 +28,10 @@ class ExpertMemory:
             layer's are read while the one before computes.
     """
 
-    def __init__(self, store: ExpertStore, threads: int, slots: int, spare: int, log: RoutingLog) -> None:
-        """`slots` in all, `spare` of them never taken by reading ahead; every layer needs at least one."""
+    def __init__(
+        self, store: ExpertStore, threads: int, slots: int, spare: int, float32: bool, log: RoutingLog
+    ) -> None:
+        """`slots` in all; `spare` and `float32` as for a `SlotPool`."""
         self.store = store
         self.layers = tuple(sorted(store.tensors))
         self.slots = slots
@@ -39,13 +41,13 @@ class ExpertMemory:
         self._routed: dict[int, tuple[np.ndarray, mx.array]] = {}  # layer -> those, and what its block chose
         self._every_E = np.arange(store.num_experts)
         self._reader = Reader(store, threads, slots)
-        self._pool = {layer: pool for pool in self._make_pools(slots, spare) for layer in pool.layers}
+        self._pool = {layer: pool for pool in self._make_pools(slots, spare, float32) for layer in pool.layers}
         self.pools = tuple(dict.fromkeys(self._pool.values()))
         for pool in self.pools:
             if pool.slots == len(pool.layers) * store.num_experts:
                 pool.fill()
 
-    def _make_pools(self, slots: int, spare: int) -> list[SlotPool]:
+    def _make_pools(self, slots: int, spare: int, float32: bool) -> list[SlotPool]:
         """One pool for each kind of expert, with a share by its layers."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for layer in self.layers:
@@ -57,7 +59,7 @@ class ExpertMemory:
         for layers in kinds.values():
             share = max(1, left * len(layers) // layers_left)
             share = min(share, len(layers) * self.store.num_experts)
-            pools.append(SlotPool(self.store, self._reader, layers, share, spare))
+            pools.append(SlotPool(self.store, self._reader, layers, share, spare, float32))
             left, layers_left = left - share, layers_left - len(layers)
         return pools
 
@@ -128,7 +130,7 @@ class ExpertMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return sum(pool.slots * pool.expert_nbytes for pool in self.pools)
+        return sum(pool.nbytes for pool in self.pools)
 
     def close(self) -> None:
         """End the I/O threads; may be called again."""

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.experts.store import ExpertStore
 
@@ -23,14 +25,16 @@ class Load:
     """Neighbouring experts of a layer on their way into memory.
 
     Attributes:
-        layer, first, buffers: as `ExpertStore.read` takes them.
+        layer, first: neighbours from this expert on.
+        targets: for each tensor of the layer, memory for every expert: bytes as they are on disk, or float32 values
+            to which bf16 or fp16 ones are widened (the low halves of their memory are zero, then and later).
         slots: where they go, for the one who asked. finished: the queue that takes the load when it is over.
         cancelled: set by the one who asked: don't begin. done: all bytes are there. error: why they aren't.
     """
 
     layer: int
     first: int
-    buffers: Sequence[Sequence[memoryview]]
+    targets: Sequence[Sequence[np.ndarray]]
     slots: Sequence[int]
     finished: queue.SimpleQueue[Load]
     cancelled: bool = False
@@ -91,12 +95,30 @@ def _work(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
     while (load := tickets.get().load) is not None:
         try:
             if not load.cancelled:
-                store.read(load.layer, load.first, load.buffers)
+                _fill(store, load)
                 load.done = True
         except Edge0Error as error:
             load.error = error
         except Exception as error:  # somebody waits for the load: it must come back
             load.error = Edge0Error(f"reading experts of layer {load.layer} failed: {error!r}; this is a bug")
-        load.buffers = ()
+        load.targets = ()
         load.finished.put(load)
         del load  # or an idle thread would keep it
+
+
+def _fill(store: ExpertStore, load: Load) -> None:
+    """Bytes go straight into their place; values to be widened make a stop."""
+    buffers: list[Sequence[np.ndarray]] = []
+    widened: list[tuple[str, np.ndarray, np.ndarray]] = []
+    for tensor, targets in zip(store.tensors[load.layer], load.targets, strict=True):
+        if targets[0].dtype == np.uint8:
+            buffers.append(targets)
+            continue
+        buffers.append([np.empty(tensor.nbytes, np.uint8) for _ in targets])
+        widened += [(tensor.dtype, *pair) for pair in zip(buffers[-1], targets, strict=True)]
+    store.read(load.layer, load.first, buffers)
+    for dtype, source, target in widened:
+        if dtype == "BF16":  # a bf16 number is the high half of the same float32 number
+            target.view(np.uint16)[1::2] = source.view(np.uint16)
+        else:
+            target[:] = source.view(np.float16)

@@ -11,12 +11,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.contract.tier import Tier
 
+Buffer = Any  # what `os.preadv` fills: writable bytes (a memoryview, a uint8 array)
 FLOATS = ("BF16", "F16", "F32")
 DTYPES = {"weight": ("U32",), "scales": FLOATS, "biases": FLOATS}  # of MLX's affine quantisation
 
@@ -84,7 +86,7 @@ class ExpertStore:
         """Bytes of all experts of all layers."""
         return self.num_experts * sum(self.expert_nbytes(layer) for layer in self.tensors)
 
-    def read(self, layer: int, first: int, buffers: Sequence[Sequence[memoryview]]) -> None:
+    def read(self, layer: int, first: int, buffers: Sequence[Sequence[Buffer]]) -> None:
         """Read experts that follow each other; may be called by several threads at once.
 
         Args:
@@ -98,7 +100,7 @@ class ExpertStore:
         for tensor, parts in zip(self.tensors[layer], buffers, strict=True):
             self._read(tensor, tensor.start + first * tensor.nbytes, parts)
 
-    def _read(self, tensor: ExpertTensor, offset: int, parts: Sequence[memoryview]) -> None:
+    def _read(self, tensor: ExpertTensor, offset: int, parts: Sequence[Buffer]) -> None:
         if tensor.path not in self._files:
             raise Edge0Error(f"{tensor.path}: the expert store is closed; load the engine again")
         got, wanted, reason = 0, sum(map(len, parts)), "the file was truncated or replaced; restore it"

@@ -22,6 +22,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.experts.memory import ExpertMemory
+from edge0_runtime.experts.pool import SlotPool
 from edge0_runtime.routing import RoutingLog
 
 
@@ -41,6 +42,9 @@ class ResidentSwitchGLU(nn.Module):
 class StreamingSwitchGLU(nn.Module):
     """Drop-in for `mlp.switch_mlp`: (x [1, T, H], indices [1, T, K]) -> [1, T, K, H]."""
 
+    _memory: ExpertMemory
+    _pool: SlotPool
+
     def __init__(self, inner: SwitchGLU, layer: int, log: RoutingLog) -> None:
         super().__init__()
         self.inner = inner
@@ -53,7 +57,8 @@ class StreamingSwitchGLU(nn.Module):
         for projection in PROJECTIONS:
             for part in QUANTISED_PARTS:
                 self.inner[projection].pop(part, None)
-        self._memory = self._pool = None
+        for name in ("_memory", "_pool"):
+            self.__dict__.pop(name, None)
 
     def attach(self, memory: ExpertMemory) -> None:
         """Compute from the slots of `memory` from now on."""

@@ -158,7 +158,7 @@ def budget() -> Callable[..., float]:
         if key not in known:
             with Engine.load(directory, **flags) as engine:
                 known[key] = engine.model.plan
-        return (known[key].fixed_bytes + (slots + 0.5) * known[key].expert_nbytes) / 2**30
+        return (known[key].fixed_bytes + (slots + 0.5) * known[key].slot_nbytes) / 2**30
 
     return gib
 

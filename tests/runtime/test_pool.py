@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.experts.pool import SlotPool, _runs
-from edge0_runtime.experts.reader import Reader
+from edge0_runtime.experts.reader import Load, Reader, _fill
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.model import find_adapters
 
@@ -45,8 +47,8 @@ def reader(store: ExpertStore) -> Iterator[Reader]:
 def make_pool(store: ExpertStore, reader: Reader) -> Iterator[Callable[..., SlotPool]]:
     made = []
 
-    def make(slots: int, spare: int = 0) -> SlotPool:
-        made.append(SlotPool(store, reader, tuple(store.tensors), slots, spare))
+    def make(slots: int, spare: int = 0, float32: bool = True) -> SlotPool:
+        made.append(SlotPool(store, reader, tuple(store.tensors), slots, spare, float32))
         return made[-1]
 
     yield make
@@ -78,7 +80,7 @@ def assert_holds(pool: SlotPool, store: ExpertStore, stacked: dict[str, mx.array
     slot = int(np.array(pool.locate(layer, mx.array([expert])))[0])
     for tensor, array in zip(store.tensors[layer], pool.weights(layer), strict=True):
         name = f"language_model.model.layers.{layer}.mlp.switch_mlp.{tensor.projection}.{tensor.part}"
-        assert mx.array_equal(array[slot], stacked[name][expert]).item(), (layer, expert)
+        assert mx.array_equal(array[slot], stacked[name][expert].astype(array.dtype)).item(), (layer, expert)
 
 
 def test_a_long_random_walk_keeps_every_expert_right(
@@ -193,7 +195,7 @@ def test_what_is_demanded_is_read_before_what_is_ahead(
 
     monkeypatch.setattr(store, "read", read)
     one = Reader(store, threads=1, bound=64)
-    pool = SlotPool(store, one, tuple(store.tensors), 8, 0)
+    pool = SlotPool(store, one, tuple(store.tensors), 8, 0, True)
     pool.want([1, 2, 3], np.array([[0], [0], [0]]))
     assert first_taken.wait(60)
     pool.acquire(0, np.array([5]), go.set)
@@ -253,11 +255,14 @@ def test_an_error_ahead_that_nobody_needs_is_no_error(
     assert pool.held == 1
 
 
+@pytest.mark.parametrize("float32", [True, False])
 def test_a_full_pool_is_in_order_and_stays(
-    make_pool: Callable[..., SlotPool], store: ExpertStore, stacked: dict[str, mx.array]
+    make_pool: Callable[..., SlotPool], store: ExpertStore, stacked: dict[str, mx.array], float32: bool
 ) -> None:
-    pool = make_pool(4 * EXPERTS)
+    pool = make_pool(4 * EXPERTS, float32=float32)
     pool.fill()
+    assert {array.dtype for array in pool.arrays} == {mx.uint32, mx.float32 if float32 else mx.bfloat16}
+    assert pool.nbytes == sum(array.nbytes for array in pool.arrays)
     assert pool.full and pool.loads == 0  # counters begin after it
     for layer in range(4):
         for expert in range(EXPERTS):
@@ -279,6 +284,23 @@ def test_threads_end_with_the_reader_and_with_its_owner(store: ExpertStore) -> N
     forgotten.close()
     del forgotten
     assert io_threads() == before
+
+
+def test_half_precision_is_widened_exactly(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every finite fp16 and bf16 number, as mlx casts it."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    scales = store.tensors[0][1]
+    for dtype, kind in (("F16", mx.float16), ("BF16", mx.bfloat16)):
+        tensor = dataclasses.replace(scales, dtype=dtype, nbytes=2**17)
+        monkeypatch.setattr(store, "tensors", {0: (tensor,)})
+        monkeypatch.setattr(
+            store, "read", lambda layer, first, buffers: buffers[0][0].__setitem__(..., patterns.view("u1"))
+        )
+        target = np.zeros(2**16, np.float32)
+        _fill(store, Load(0, 0, [[target]], [0], queue.SimpleQueue()))
+        wanted = np.array(mx.array(patterns).view(kind).astype(mx.float32))
+        finite = np.isfinite(wanted)
+        assert np.array_equal(target[finite], wanted[finite]) and not np.isfinite(target[~finite]).any()
 
 
 def test_runs_of_neighbours() -> None:

@@ -19,7 +19,7 @@ from edge0_runtime.experts.streaming import StreamingSwitchGLU
 from edge0_runtime.model import find_adapters
 from edge0_runtime.routing import RoutingLog
 
-ONE_EXPERT = 13_824  # bytes, in the tiny checkpoint
+ONE_SLOT = 15_360  # bytes of the tiny checkpoint's experts in memory
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])  # 40 x 2 indices: SwitchGLU sorts from 64 on
@@ -35,7 +35,7 @@ def test_bit_equal_to_the_resident_switch_glu(
     log = RoutingLog()
     expected = plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp(x, indices)
     streaming = StreamingSwitchGLU(plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp, 1, log)
-    memory = ExpertMemory(store, threads=2, slots=room, spare=2, log=log)
+    memory = ExpertMemory(store, threads=2, slots=room, spare=2, float32=True, log=log)
     streaming.attach(memory)
     for whole_layers in (False, True):
         memory.begin(whole_layers=whole_layers)
@@ -54,7 +54,7 @@ def test_slots_reused_over_thousands_of_tokens_stay_right(
     """2,200 tokens through 6 slots, layers 1 and 2 staged as a prerouter does it, each against the resident module."""
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
     store, log = ExpertStore.open(Checkpoint.open(tiny_dir), tier), RoutingLog()
-    memory = ExpertMemory(store, threads=2, slots=6, spare=2, log=log)
+    memory = ExpertMemory(store, threads=2, slots=6, spare=2, float32=True, log=log)
     resident = [layer.mlp.switch_mlp for layer in plain_model(tiny_dir, 2).layers]
     layers = plain_model(tiny_dir, 2).layers
     streaming = [StreamingSwitchGLU(layer.mlp.switch_mlp, n, log) for n, layer in enumerate(layers)]
@@ -121,7 +121,7 @@ def test_greedy_ids_do_not_depend_on_the_cache_size(
             outputs.append([[s.token for s in engine.generate(p, max_tokens=8, ignore_eos=True)] for p in prompts])
             stats = engine.stats()
             assert stats["dropped_experts"] == 0
-            assert stats["expert_slots"] == room and stats["expert_slot_bytes"] == room * ONE_EXPERT
+            assert stats["expert_slots"] == room and stats["expert_slot_bytes"] == room * ONE_SLOT
             assert (stats["predicted_steps"] > 0) == adapters
     assert all(output == outputs[0] for output in outputs)
 
