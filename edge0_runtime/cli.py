@@ -5,6 +5,8 @@
     edge0_runtime serve    models/nano --port 8080
     edge0_runtime verify   models/nano
     edge0_runtime bench    models/nano
+    edge0_runtime bench    models/nano --arms prerouter,on_demand
+    edge0_runtime doctor   models/nano
     edge0_runtime inspect  models/nano
     edge0_runtime tiers    35b
 
@@ -131,17 +133,37 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    from edge0_runtime.measure.ab import compare, table
     from edge0_runtime.measure.bench import bench
     from edge0_runtime.server.text import chat_ids
 
     with _load(args) as engine:
         texts = args.prompt or BENCH_PROMPTS
         prompts = [chat_ids(engine.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-        for row in bench(engine, prompts, max_tokens=args.max_tokens):
+        if args.arms is None:
+            runs = bench(engine, prompts, max_tokens=args.max_tokens)
+        else:
+            runs = compare(
+                engine, prompts, arms=args.arms, max_tokens=args.max_tokens, rounds=args.rounds,
+                page_cache=args.page_cache,
+            )  # fmt: skip
+        rows = []
+        for row in runs:
+            rows.append(row)
             if args.json:
                 print(json.dumps(row), flush=True)
-            else:
-                print("\n".join(f"{key:>28}: {value}" for key, value in row.items()), end="\n\n", flush=True)
+            elif args.arms is None:
+                shown = {key: value for key, value in row.items() if not isinstance(value, (list, dict))}
+                print("\n".join(f"{key:>28}: {value}" for key, value in shown.items()), end="\n\n", flush=True)
+    if args.arms is not None:
+        print(table(rows, args.arms[-1]), file=sys.stderr if args.json else sys.stdout)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from edge0_runtime.measure.doctor import doctor, doctor_text
+
+    data = doctor(args.model_dir, args.tier, int(args.read_mib * 2**20))
+    print(json.dumps(data, indent=2) if args.json else doctor_text(data))
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -241,7 +263,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_options(bench)
     bench.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: two questions")
     bench.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    bench.add_argument(
+        "--arms",
+        type=_arms,
+        metavar="A,B",
+        help="compare these on the same tokens, there and back; the last is the measure",
+    )
+    bench.add_argument("--rounds", type=int, default=2, metavar="N", help="with --arms: times there and back")
+    bench.add_argument(
+        "--page-cache", choices=("keep", "run", "token"), default="keep",
+        help="with --arms: leave it, or drop the experts' files before each run or each token",
+    )  # fmt: skip
     bench.add_argument("--json", action="store_true", help="one JSON line per prompt")
+
+    doctor = command("doctor", _doctor, "what this machine and its disk give the engine; loads no weights")
+    _add_directory(doctor)
+    doctor.add_argument("--read-mib", type=float, default=256, metavar="N", help="experts read at every depth")
+    doctor.add_argument("--json", action="store_true")
 
     inspect = command("inspect", _inspect, "contract and provenance of a model directory; loads no weights")
     _add_directory(inspect)
@@ -275,6 +313,15 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--io-threads", type=int, default=IO_THREADS, metavar="N", help="that read experts (default %(default)s)"
     )
     parser.add_argument("--allow-mismatch", action="store_true", help="serve files that were not made together")
+
+
+def _arms(text: str) -> list[str]:
+    arms = text.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS or arm == "resident"]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)}: choose of {', '.join(a for a in ARMS if a != 'resident')}"
+        )
+    return arms
 
 
 def _ids(text: str) -> list[int]:

@@ -9,6 +9,7 @@ A request's MLX work is all done in the thread that iterates; loading and genera
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -143,10 +144,26 @@ class Engine:
     def set_memory_budget(self, memory_budget: float | None) -> None:
         """Serve the requests that follow within another budget, as in `load`. Raises Edge0Error while one runs."""
         budget_bytes = _budget_bytes(memory_budget)
-        if not self._busy.acquire(blocking=False):
-            raise Edge0Error("memory_budget: a request is running; finish or close it before the budget changes")
-        try:
+        with self._between_requests("memory_budget"):
             self.model.resize(budget_bytes)
+
+    def set_arm(self, arm: Arm) -> None:
+        """Serve the requests that follow in another way; resident is only there from the start."""
+        with self._between_requests("arm"):
+            self.model.set_arm(arm)
+
+    def forget_experts(self) -> None:
+        """Begin the next request without experts in memory, unless all of them are there for good."""
+        with self._between_requests("experts"):
+            if self.model.memory is not None:
+                self.model.memory.forget()
+
+    @contextlib.contextmanager
+    def _between_requests(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise Edge0Error(f"{what}: a request is running; finish or close it first")
+        try:
+            yield
         finally:
             self._busy.release()
 

@@ -107,6 +107,7 @@ class ServedModel:
             None if adapter is None else adapter.sha256 for adapter in (adapters.prerouter, adapters.lora)
         )
         self.log = RoutingLog()
+        self.predictor: Predictor | None = None
         self.memory: ExpertMemory | None = None
         self.plan: Plan | None = None
         self.store = ExpertStore.open(checkpoint, tier)
@@ -129,10 +130,6 @@ class ServedModel:
         adapter_dtype = mx.float32 if self._float32 else mx.float16
         heads, lora = adapters.prerouter, adapters.lora
         self.prerouter = None if heads is None else Prerouter(self.tier, heads.tensors, adapter_dtype)
-        self.predictor: Predictor | None = self.prerouter
-        if self.serving.arm == "same_token":
-            gates = {layer: self._block(layer).gate for layer in self.tier.consumers}
-            self.predictor = SameToken(self.tier, gates, lambda layers, experts: self._stage(layers, experts))
         network_bytes = network_nbytes(self._network)
         self.lora_modules = 0
         if lora is not None:
@@ -141,6 +138,7 @@ class ServedModel:
         adapter_bytes += 0 if self.prerouter is None else self.prerouter.nbytes
         self._fixed = {"resident_bytes": network_bytes - self._expert_nbytes(), "adapter_bytes": adapter_bytes}
         self._wrap_blocks()
+        self.set_arm(self.serving.arm)
         if self.serving.arm != "resident":
             self.resize(self.serving.budget_bytes)
         evaluate(self._network)
@@ -167,7 +165,21 @@ class ServedModel:
             block[name] = wrapper(block[name], layer, self.log)
             block.top_k = self.tier.k
             block.norm_topk_prob = True  # docs/method.md 1.2; a config may lack the field
-            block.gate = PreroutedGate(block.gate, layer, self.predictor, self.log)
+            block.gate = PreroutedGate(block.gate, layer, None, self.log)
+
+    def set_arm(self, arm: Arm) -> None:
+        """Route and read in this way from the next request on. Raises Edge0Error where this model can't."""
+        if "resident" in (arm, self.serving.arm) and arm != self.serving.arm:
+            raise Edge0Error(f"arm: {self.serving.arm} can't become {arm}; load the model again")
+        if arm == "prerouter" and self.prerouter is None:
+            raise Edge0Error("arm: prerouter needs the heads; load the model with them")
+        self.predictor = self.prerouter if arm == "prerouter" else None
+        if arm == "same_token":
+            gates = {layer: self._block(layer).gate.inner for layer in self.tier.consumers}
+            self.predictor = SameToken(self.tier, gates, self._stage)
+        for layer in self._moe_layers:
+            self._block(layer).gate.follow(self.predictor)
+        self.serving = dataclasses.replace(self.serving, arm=arm)
 
     def resize(self, budget_bytes: int | None) -> None:
         """Hold as many experts as fit into another budget; between requests only. Says the plan first."""

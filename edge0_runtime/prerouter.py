@@ -179,6 +179,10 @@ class PreroutedGate(nn.Module):
         self._prerouter = prerouter
         self._log = log
 
+    def follow(self, prerouter: Predictor | None) -> None:
+        """Be routed by this from now on."""
+        self._prerouter = prerouter
+
     def __call__(self, x: mx.array) -> mx.array:
         logits = self.inner(x) if self._prerouter is None else self._route(x, self._prerouter)
         self._log.logits[self._layer] = logits[0, -1]

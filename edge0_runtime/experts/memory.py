@@ -123,6 +123,11 @@ class ExpertMemory:
         for pool in self.pools:
             pool.abandon()
 
+    def forget(self) -> None:
+        """Hold no expert any more, where not all are held for good."""
+        for pool in self.pools:
+            pool.forget()
+
     def counters(self) -> dict[str, float]:
         """COUNTERS over all pools, and the experts held."""
         return {name: sum(getattr(pool, name) for pool in self.pools) for name in (*COUNTERS, "held")}

@@ -200,6 +200,12 @@ class SlotPool:
             self._finish(self._finished.get())
         self._used_S[:] = self._reserved_S[:] = False
 
+    def forget(self) -> None:
+        """Hold no expert any more, unless the pool is full for good."""
+        self.abandon()
+        if not self.full:
+            self._empty(np.flatnonzero(self._row_S >= 0))
+
     # -- slots -----------------------------------------------------------------------------------------------
 
     def _free(self) -> np.ndarray:
@@ -270,7 +276,9 @@ class SlotPool:
             self.bytes_read += len(load.slots) * self.expert_nbytes
             return
         # Nobody may find these; a layer that needs one asks again and gets the error then.
-        slots_N = np.array(load.slots)
+        self._empty(np.array(load.slots))
+
+    def _empty(self, slots_N: np.ndarray) -> None:
         self._slot_LE[self._row_S[slots_N], self._expert_S[slots_N]] = -1
         self._row_S[slots_N] = self._expert_S[slots_N] = -1
         self._clock_S[slots_N] = 0
