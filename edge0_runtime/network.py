@@ -1,4 +1,7 @@
-"""mlx-lm's network of a checkpoint, also of published files that its own model class would not take as they are."""
+"""mlx-lm's network of a checkpoint: made without reading, brought to the compute dtype, then read.
+
+Published files that mlx-lm's own model class would not take as they are are read too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.errors import Edge0Error
@@ -45,6 +50,33 @@ def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module
     except (ValueError, TypeError, KeyError) as error:
         raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
     return network
+
+
+def to_float32(network: nn.Module) -> None:
+    """Have the network compute in float32: all floating parameters but what quantised matmuls unpack.
+
+    Those take bf16 scales and biases beside float32 activations, with the same bits as result (docs/parity.md 0.4),
+    at half the memory. An embedding's are looked up and decide the dtype of all that follows, so they are cast.
+    """
+    for module in network.modules():
+        packed = isinstance(module, (nn.QuantizedLinear, QuantizedSwitchLinear))
+        for name, value in module.items():
+            if not isinstance(value, mx.array) or name.startswith("_"):
+                continue
+            if mx.issubdtype(value.dtype, mx.floating) and not (packed and name in ("scales", "biases")):
+                module[name] = value.astype(mx.float32)
+
+
+def network_nbytes(network: nn.Module) -> int:
+    """What the parameters take in memory, read or not."""
+    arrays: list[tuple[str, Any]] = tree_flatten(network.parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in arrays)
+
+
+def evaluate(network: nn.Module) -> None:
+    """Read all arrays now, parameters or not: a lazy array belongs to the thread that made it."""
+    for module in network.modules():
+        mx.eval([value for value in module.values() if isinstance(value, mx.array)])
 
 
 def as_mlx_lm_names(weights: Weights, layout: Family) -> Weights:
