@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _get_classes, load_model
+from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
 
 Weights = dict[str, mx.array]
+GROUP_SIZE = 64  # mlx's own, where config.json says nothing
 
 
 def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module:
     """mlx-lm's model of `layout`'s family; nothing is read from the files yet.
 
+    The family decides the class, not config.json: one model_type may stand for several networks (bailing_hybrid).
+
     Args:
         float32: whether it will compute in float32; else in the dtype of the file's scales.
     """
+    library: Any = importlib.import_module(f"mlx_lm.models.{layout.name}")
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        model_class, args_class = _get_classes(config)
         quantization = config.get("quantization") or config.get("quantization_config") or {}
 
-        class Network(model_class):  # type: ignore[misc, valid-type]
+        class Network(library.Model):
             def sanitize(self, weights: Weights) -> Weights:
                 weights = as_mlx_lm_names(weights, layout)
-                weights = unpack_absorbed(weights, quantization.get("group_size", 64), float32=float32)
-                return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
+                return super().sanitize(
+                    unpack_absorbed(weights, quantization.get("group_size", GROUP_SIZE), float32=float32)
+                )
 
-        return Network, args_class
+        return Network, library.ModelArgs
 
     try:
         network, _ = load_model(directory, lazy=True, get_model_classes=classes)

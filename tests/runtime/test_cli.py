@@ -56,10 +56,19 @@ def test_tiers_gives_the_published_numbers_of_35b(run):
     assert data["owners"] == list(range(6, 39)) and data["consumers"] == list(range(7, 39))
 
 
+def test_tiers_gives_the_published_numbers_of_8b(run):
+    data = json_of(run("tiers", "8b", "--json"))
+    assert (data["heads"]["count"], data["heads"]["payload_bytes"]) == (16, 38_797_312)
+    assert (data["lora_file"]["pairs"], data["lora_file"]["payload_bytes"]) == (153, 16_379_904)
+    assert data["owners"] == list(range(7, 23)) and data["consumers"] == list(range(8, 24))
+    assert data["router"] == {"kind": "sigmoid_group", "n_group": 8, "topk_group": 4, "scaling": 2.5}
+    assert (data["feature_topk"], data["first_token"]) == ("teacher", "predicted")
+
+
 def test_tiers_lists_all_and_knows_no_others(run):
     _, text, _ = run("tiers")
     names = [line.split(":")[0] for line in text.splitlines()]
-    assert {"35b", "nano"} <= set(names)
+    assert {"35b", "8b", "nano", "nano-ling"} <= set(names)
     assert [tier["name"] for tier in json_of(run("tiers", "--json"))] == names
     assert run("tiers", "36b") == (2, "", f"error: tier: '36b' is unknown; choose one of {', '.join(names)}\n")
 
