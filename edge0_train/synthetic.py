@@ -72,7 +72,9 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
 def synthetic_config(tier: Tier) -> dict[str, Any]:
     """A config.json of the tier's architecture and router, with transformers' defaults elsewhere; not quantised yet."""
     names, router = family_names(tier.family), tier.router
-    fields = dict(tier.architecture)
+    fields: dict[str, Any] = dict(tier.architecture) | {
+        "pad_token_id": None
+    }  # a class's own may lie beyond the vocabulary
     if router.kind == "sigmoid_group":
         fields |= {"n_group": router.n_group, "topk_group": router.topk_group, "routed_scaling_factor": router.scaling}
     aliases = tier.layout.aliases
@@ -113,7 +115,7 @@ def _maker(target: Target, tier: Tier, seed: int) -> Any:
         kinds = target.stored()
         random = np.random.Generator(np.random.SFC64([seed, zlib.crc32(target.name.encode())]))
         if not target.bits:
-            yield target.name, torch.from_numpy(_float_values(target, random)).to(target.dtype)
+            yield target.name, torch.from_numpy(_float_values(target, tier, random)).to(target.dtype)
             return
         (weight, (shape, _)), (scales, (groups, dtype)), (biases, _) = kinds.items()
         words = random.bit_generator.random_raw((int(np.prod(shape)) + 1) // 2).view(np.uint32)
@@ -131,16 +133,16 @@ def _maker(target: Target, tier: Tier, seed: int) -> Any:
 
 def _deviation(target: Target, tier: Tier) -> float:
     """Of a weight's values: outputs are as large as inputs, embeddings are 1, routers are louder."""
-    if "embed" in target.name:
+    if target.module == tier.layout.embedding:
         return 1.0
     gain = ROUTER_GAIN if f".{tier.layout.router}." in target.name else 1.0
     return float(gain / np.sqrt(target.shape[-1]))
 
 
-def _float_values(target: Target, random: np.random.Generator) -> np.ndarray:
+def _float_values(target: Target, tier: Tier, random: np.random.Generator) -> np.ndarray:
     values = random.standard_normal(target.shape, np.float32)
     if len(target.shape) > 1:
-        if "embed" in target.name:
+        if target.module == tier.layout.embedding:
             return values
         return values / np.float32(np.sqrt(np.prod(target.shape[1:]) if "conv" in target.name else target.shape[-1]))
     centre = 1.0 if target.name.endswith(("norm.weight", "dt_bias")) else 0.0

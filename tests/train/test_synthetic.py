@@ -62,6 +62,19 @@ def test_served_neighbours_share_what_was_asked_for(directory):
     assert shares[2:15].mean() == pytest.approx(OVERLAP, abs=0.05)
 
 
+def test_ling_s_checkpoint_is_served_and_has_its_published_size_in_experts(tmp_path):
+    """Nano's twin of the 8b runs; the 8b itself has the published file's bytes of routed experts."""
+    tier = builtin_tier("nano-ling")
+    write_base(tmp_path / "small", tier)
+    write_adapters(tmp_path / "small", tier, calibrate(tier, 0.4, 0))
+    with Engine.load(tmp_path / "small") as engine:
+        assert len({step.token for step in engine.generate([5, 6, 7], max_tokens=24, ignore_eos=True)}) > 8
+        assert engine.stats()["dropped_experts"] == 0
+    write_base(tmp_path / "8b", builtin_tier("8b"), headers_only=True)
+    entries = Checkpoint.open(tmp_path / "8b").entries
+    assert sum(e.end - e.start for name, (_, e) in entries.items() if ".switch_mlp." in name) == 3_906_994_176
+
+
 def test_a_stronger_image_shares_more_and_what_cannot_be_had_is_refused():
     tier = small_tier()
     chance = tier.k / tier.num_experts
