@@ -161,22 +161,24 @@ def _disk_names(name: str, config: dict[str, Any]) -> list[tuple[Any, str]]:
 def publish(converted: Path, source: Path, out: Path) -> Path:
     """The int4 directory in the published file's layout, as far as it is known.
 
-    Experts below `mlp.experts`, kv_b_proj packed, more modules quantised than mlx-lm's convert does (embeddings, head,
-    low-rank projections), and an old copy of heads that no model has a place for.
+    Experts below `mlp.experts`, kv_b_proj packed (8 bits, as an override), more modules quantised than mlx-lm's convert
+    does (embeddings, head, low-rank projections), and an old copy of heads that no model has a place for.
     """
     shutil.copytree(converted, out)
     tensors, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("embed_q.weight", "unembed_out.weight"))]:
-        del tensors[name]
-    floats = ("_proj.weight", "word_embeddings.weight", "lm_head.weight")
+    config = json.loads((out / "config.json").read_text())
+    tensors = {name: value for name, value in tensors.items() if "embed_q" not in name and "unembed_out" not in name}
     for name, value in original.items():
-        if name.endswith("kv_b_proj.weight") or (
-            name.endswith(floats) and name in tensors and f"{name[:-7]}.scales" not in tensors
-        ):
-            tensors |= dict(zip((name, f"{name[:-7]}.scales", f"{name[:-7]}.biases"), quantize(value, 4), strict=True))
+        module, kv_b = name.removesuffix(".weight"), name.endswith("kv_b_proj.weight")
+        more = module.endswith(("_proj", "word_embeddings", "lm_head")) and name in tensors
+        if kv_b or (more and f"{module}.scales" not in tensors):
+            parts = quantize(value, 8 if kv_b else 4)
+            tensors |= dict(zip((name, f"{module}.scales", f"{module}.biases"), parts, strict=True))
+        if kv_b:
+            config["quantization"][module] = {"group_size": 64, "bits": 8}
     tensors = {name.replace(".switch_mlp.", ".experts."): value for name, value in tensors.items()}
-    tensors |= {
-        f"model.layers.{n}.mlp.pregate.{part}.weight": torch.zeros(4, 8) for n in (1, 2) for part in ("fc1", "fc2")
-    }
+    for part in ("layers.1.mlp.pregate.fc1", "layers.1.mlp.pregate.fc2", "layers.2.mlp.pregate.fc1"):
+        tensors[f"model.{part}.weight"] = torch.zeros(4, 8)
     save_file(tensors, out / "model.safetensors", metadata={"format": "mlx"})
+    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return out

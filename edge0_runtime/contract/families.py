@@ -108,6 +108,7 @@ _FAMILIES = {
             "head_dim": "linear_head_dim",  # transformers saves the rotary width as head_dim
             "num_experts_per_tok": "num_experts_per_token",
             "n_group": "num_expert_group",
+            "max_position_embeddings": "model_max_length",
         },
         spared=("attention.q_a_proj", "attention.kv_a_proj_with_mqa"),
         layer_modules=_bailing_moe_v3_modules,

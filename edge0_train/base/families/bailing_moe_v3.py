@@ -11,15 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import family
 from edge0_train.base.families.table import Config, FamilyNames, Link
-
-# transformers' name of a config field, and mlx-lm's
-_FIELDS = {
-    "num_expert_group": "n_group",
-    "num_experts_per_token": "num_experts_per_tok",
-    "model_max_length": "max_position_embeddings",
-    "linear_head_dim": "head_dim",  # transformers saves the rotary width as head_dim
-}
 
 
 def _is_mla(config: Config, layer: int) -> bool:
@@ -87,9 +80,9 @@ def _table() -> tuple[Link, ...]:
 
 def _mlx_config(config: Config) -> dict[str, Any]:
     """The fields under mlx-lm's names: what it does not find it fills, silently, with those of the 8b."""
-    made = {_FIELDS.get(key, key): value for key, value in config.items() if key not in ("_name_or_path", "head_dim")}
-    if "head_dim" not in made and "head_dim" in config:
-        made["head_dim"] = config["head_dim"]
+    aliases = family("bailing_moe_v3").aliases
+    made = {key: value for key, value in config.items() if key not in ("_name_or_path", *aliases.values())}
+    made |= {name: config[alias] for name, alias in aliases.items() if alias in config}
     made |= {"architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid"}
     for field, value in (
         ("moe_shared_expert_intermediate_size", made.get("moe_intermediate_size")),
