@@ -5,6 +5,8 @@
     edge0_runtime serve    models/nano --port 8080
     edge0_runtime verify   models/nano
     edge0_runtime bench    models/nano
+    edge0_runtime bench    models/nano --arms prerouter,on_demand
+    edge0_runtime doctor   models/nano
     edge0_runtime inspect  models/nano
     edge0_runtime tiers    35b
 
@@ -18,13 +20,16 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names, read_tier
+from edge0_runtime.settings import ARMS, IO_THREADS
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
@@ -35,6 +40,9 @@ BENCH_PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blu
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # Unhandled, the signal kills Python before its cleanup.
+    before = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("edge0_runtime").setLevel(logging.INFO)  # the engine says what it loaded
     try:
@@ -47,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 # -- commands ----------------------------------------------------------------------------------------------
@@ -118,17 +133,37 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    from edge0_runtime.measure.ab import compare, table
     from edge0_runtime.measure.bench import bench
     from edge0_runtime.server.text import chat_ids
 
     with _load(args) as engine:
         texts = args.prompt or BENCH_PROMPTS
         prompts = [chat_ids(engine.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-        for row in bench(engine, prompts, max_tokens=args.max_tokens):
+        if args.arms is None:
+            runs = bench(engine, prompts, max_tokens=args.max_tokens)
+        else:
+            runs = compare(
+                engine, prompts, arms=args.arms, max_tokens=args.max_tokens, rounds=args.rounds,
+                page_cache=args.page_cache,
+            )  # fmt: skip
+        rows = []
+        for row in runs:
+            rows.append(row)
             if args.json:
                 print(json.dumps(row), flush=True)
-            else:
-                print("\n".join(f"{key:>28}: {value}" for key, value in row.items()), end="\n\n", flush=True)
+            elif args.arms is None:
+                shown = {key: value for key, value in row.items() if not isinstance(value, (list, dict))}
+                print("\n".join(f"{key:>28}: {value}" for key, value in shown.items()), end="\n\n", flush=True)
+    if args.arms is not None:
+        print(table(rows, args.arms[-1]), file=sys.stderr if args.json else sys.stdout)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from edge0_runtime.measure.doctor import doctor, doctor_text
+
+    data = doctor(args.model_dir, args.tier, int(args.read_mib * 2**20))
+    print(json.dumps(data, indent=2) if args.json else doctor_text(data))
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -156,7 +191,9 @@ def _load(args: argparse.Namespace) -> Engine:
         args.model_dir,
         prerouter=args.prerouter,
         lora=args.lora,
+        arm=args.arm,
         memory_budget=args.memory_budget,
+        io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
         tier_name=args.tier,
     )
@@ -226,7 +263,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_options(bench)
     bench.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: two questions")
     bench.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    bench.add_argument(
+        "--arms",
+        type=_arms,
+        metavar="A,B",
+        help="compare these on the same tokens, there and back; the last is the measure",
+    )
+    bench.add_argument("--rounds", type=int, default=2, metavar="N", help="with --arms: times there and back")
+    bench.add_argument(
+        "--page-cache", choices=("keep", "run", "token"), default="keep",
+        help="with --arms: leave it, or drop the experts' files before each run or each token",
+    )  # fmt: skip
     bench.add_argument("--json", action="store_true", help="one JSON line per prompt")
+
+    doctor = command("doctor", _doctor, "what this machine and its disk give the engine; loads no weights")
+    _add_directory(doctor)
+    doctor.add_argument("--read-mib", type=float, default=256, metavar="N", help="experts read at every depth")
+    doctor.add_argument("--json", action="store_true")
 
     inspect = command("inspect", _inspect, "contract and provenance of a model directory; loads no weights")
     _add_directory(inspect)
@@ -247,8 +300,28 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument("--no-prerouter", dest="prerouter", action="store_false", help="layers keep their own gates")
     parser.add_argument("--no-lora", dest="lora", action="store_false", help="serve without the recovery LoRA")
-    parser.add_argument("--memory-budget", type=float, metavar="GIB", help="for experts in memory")
+    parser.add_argument(
+        "--memory-budget",
+        type=float,
+        metavar="GIB",
+        help="for weights, adapters, activations and experts; default: a quarter of the machine's",
+    )
+    parser.add_argument(
+        "--arm", choices=ARMS, help="how experts are routed and read, to be measured against each other"
+    )
+    parser.add_argument(
+        "--io-threads", type=int, default=IO_THREADS, metavar="N", help="that read experts (default %(default)s)"
+    )
     parser.add_argument("--allow-mismatch", action="store_true", help="serve files that were not made together")
+
+
+def _arms(text: str) -> list[str]:
+    arms = text.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS or arm == "resident"]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)}: choose of {', '.join(a for a in ARMS if a != 'resident')}"
+        )
+    return arms
 
 
 def _ids(text: str) -> list[int]:

@@ -9,6 +9,7 @@ A request's MLX work is all done in the thread that iterates; loading and genera
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -26,11 +27,10 @@ from mlx_lm.utils import load_tokenizer
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import strict_json
-from edge0_runtime.model import ServedModel, build
-
-PREFILL_CHUNK = 512
-# mlx's sorted gather gave wrong rows above this many (mlx issue 3856).
-MAX_GATHERED_ROWS = 32768
+from edge0_runtime.experts.memory import COUNTERS
+from edge0_runtime.model import ServedModel, Serving, build
+from edge0_runtime.plan import prefill_chunk
+from edge0_runtime.settings import ARMS, IO_THREADS, MAX_IO_THREADS, Arm
 
 FinishReason = Literal["stop", "length", "cancelled"]
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = _eos_ids(model_dir, tokenizer)
         self.context_length = model.context_length
-        self.prefill_chunk = min(PREFILL_CHUNK, MAX_GATHERED_ROWS // model.tier.k)
+        self.prefill_chunk = prefill_chunk(model.tier)
         self._busy = threading.Lock()
         self._requests = self._prompt_tokens = self._generated_tokens = 0
 
@@ -85,7 +85,9 @@ class Engine:
         *,
         prerouter: bool = True,
         lora: bool = True,
+        arm: Arm | None = None,
         memory_budget: float | None = None,
+        io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
         tier_name: str | None = None,
     ) -> Engine:
@@ -94,22 +96,31 @@ class Engine:
         Args:
             model_dir: int4 base, tokenizer and adapter files.
             prerouter, lora: False serves without that file: own gates, no recovery.
-            memory_budget: GiB for experts in memory; None takes a quarter of the machine's, or all experts if
-                fewer.
+            arm: how experts are routed and read (`edge0_runtime.arms`); None: by the prerouter, or on demand
+                without it.
+            memory_budget: GiB for all that MLX holds: resident weights, adapters, activations and experts. None
+                takes a quarter of the machine's memory, or what all experts need if that is less.
+            io_threads: threads that read experts.
             allow_mismatch: serve adapters that name another base or prerouter.
             tier_name: which adapter files, when the directory holds several or none.
 
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
-        if memory_budget is not None and not (math.isfinite(memory_budget) and memory_budget > 0):
-            raise Edge0Error(f"memory_budget: {memory_budget!r} must be a number of GiB larger than 0")
+        if arm is None:
+            arm = "prerouter" if prerouter else "on_demand"
+        if arm not in ARMS:
+            raise Edge0Error(f"arm: {arm!r} is unknown; choose one of {', '.join(ARMS)}")
+        if arm == "prerouter" and not prerouter:
+            raise Edge0Error("arm: prerouter needs the prerouter file; leave out one of --arm and --no-prerouter")
+        if not 1 <= io_threads <= MAX_IO_THREADS:
+            raise Edge0Error(f"io_threads: {io_threads} must be between 1 and {MAX_IO_THREADS}")
         directory = Path(model_dir)
         model = build(
             directory,
-            prerouter=prerouter,
+            prerouter=arm == "prerouter",
             lora=lora,
-            budget_bytes=None if memory_budget is None else int(memory_budget * 2**30),
+            serving=Serving(arm, _budget_bytes(memory_budget), io_threads),
             allow_mismatch=allow_mismatch,
             tier_name=tier_name,
         )
@@ -120,15 +131,41 @@ class Engine:
         return engine
 
     def plan(self) -> str:
-        """What was loaded and how memory is used, in one line for the user."""
-        model, cache = self.model, self.model.cache
+        """What was loaded, in one line for the user."""
+        model, memory = self.model, self.model.memory
         experts = model.store.num_experts * len(model.store.tensors)
         routed = 0 if model.prerouter is None else len(model.prerouter.owners)
         return (
             f"tier {model.tier.name}: K {model.tier.k}, {routed} layers predicted,"
-            f" LoRA on {model.lora_modules} modules; expert cache {cache.budget_bytes / 2**30:.3g} GiB"
-            f" holds {min(cache.capacity, experts)} of {experts} experts"
+            f" LoRA on {model.lora_modules} modules; arm {model.serving.arm},"
+            f" {experts if memory is None else memory.slots} of {experts} experts held"
         )
+
+    def set_memory_budget(self, memory_budget: float | None) -> None:
+        """Serve the requests that follow within another budget, as in `load`. Raises Edge0Error while one runs."""
+        budget_bytes = _budget_bytes(memory_budget)
+        with self._between_requests("memory_budget"):
+            self.model.resize(budget_bytes)
+
+    def set_arm(self, arm: Arm) -> None:
+        """Serve the requests that follow in another way; resident is only there from the start."""
+        with self._between_requests("arm"):
+            self.model.set_arm(arm)
+
+    def forget_experts(self) -> None:
+        """Begin the next request without experts in memory, unless all of them are there for good."""
+        with self._between_requests("experts"):
+            if self.model.memory is not None:
+                self.model.memory.forget()
+
+    @contextlib.contextmanager
+    def _between_requests(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise Edge0Error(f"{what}: a request is running; finish or close it first")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def generate(
         self,
@@ -250,28 +287,31 @@ class Engine:
         self.model.predict(token)
         finite = mx.isfinite(logits_V).all()
         logprob = _logprobs(logits_V)[token]
-        mx.eval(token, logprob, finite, self.model.pending())
+        self.model.flush(token, logprob, finite)
         if not finite.item():
             raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
         return int(token), float(logprob)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading; `dropped_experts` is always 0."""
-        model, cache, store = self.model, self.model.cache, self.model.store
+        model, memory = self.model, self.model.memory
+        counters = dict.fromkeys((*COUNTERS, "held"), 0) if memory is None else memory.counters()
         return {
             "requests": self._requests,
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
-            "predicted_steps": 0 if model.prerouter is None else model.prerouter.predicted_steps,
+            "predicted_steps": 0 if model.predictor is None else model.predictor.predicted_steps,
             "dropped_experts": model.log.dropped,
-            "expert_loads": store.loads,
-            "expert_bytes": store.bytes_read,
-            "expert_hits": cache.hits,
-            "expert_misses": cache.misses,
-            "expert_evictions": cache.evictions,
-            "blocked_load_seconds": store.read_seconds,
-            "expert_cache_bytes": cache.used_bytes,
-            "expert_cache_budget_bytes": cache.budget_bytes,
+            "expert_loads": counters["loads"],
+            "expert_bytes": counters["bytes_read"],
+            "expert_hits": counters["hits"],
+            "expert_misses": counters["misses"],
+            "expert_late_misses": counters["late"],
+            "expert_evictions": counters["evictions"],
+            "blocked_load_seconds": counters["blocked_seconds"],
+            "experts_held": counters["held"],
+            "expert_slots": 0 if memory is None else memory.slots,
+            "expert_slot_bytes": 0 if memory is None else memory.nbytes,
         }
 
     def close(self) -> None:
@@ -283,6 +323,14 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _budget_bytes(memory_budget: float | None) -> int | None:
+    if memory_budget is None:
+        return None
+    if not (math.isfinite(memory_budget) and memory_budget > 0):
+        raise Edge0Error(f"memory_budget: {memory_budget!r} must be a number of GiB larger than 0")
+    return int(memory_budget * 2**30)
 
 
 def _logprobs(logits_V: mx.array) -> mx.array:

@@ -13,46 +13,51 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from edge0_runtime.contract.tier import Tier
-from edge0_runtime.prerouter import Prerouter
+from edge0_runtime.prerouter import Predictor
 from edge0_runtime.routing import RoutingLog, route, scores, within_mass
 
 
-def prerouted(block: Any, layer: int, tier: Tier, prerouter: Prerouter | None, log: RoutingLog) -> None:
-    """Put the prerouter before the gate of a MoE block, which takes the tier's K from now on.
+def prerouted(block: Any, layer: int, tier: Tier, log: RoutingLog) -> None:
+    """Wrap the gate of a MoE block, which takes the tier's K from now on.
 
-    Without a prerouter the gate is always the layer's own, and logged all the same.
+    The gate is the layer's own, and logged, until the wrapper is told what to `follow`.
     """
     chooses = tier.layout.expert_bias is not None
     chooser = block.gate if chooses else block
     chooser.top_k = tier.k
     # docs/method.md 1.2; a config may lack the field. For a wider mass the gate narrows the softmax itself: `within_mass`.
     chooser.norm_topk_prob = tier.router.renormalise and not tier.router.mass_k
-    block.gate = (PreroutedChoice if chooses else PreroutedGate)(block.gate, layer, tier, prerouter, log)
+    block.gate = (PreroutedChoice if chooses else PreroutedGate)(block.gate, layer, tier, log)
 
 
 class PreroutedGate(nn.Module):
     """Drop-in for a softmax-top-k block's `mlp.gate`: x [..., T, D] -> router logits [..., T, E]."""
 
-    def __init__(self, inner: nn.Module, layer: int, tier: Tier, prerouter: Prerouter | None, log: RoutingLog) -> None:
+    def __init__(self, inner: nn.Module, layer: int, tier: Tier, log: RoutingLog) -> None:
         super().__init__()
         self.inner = inner
-        self._layer, self._tier, self._prerouter, self._log = layer, tier, prerouter, log
+        self._layer, self._tier, self._log = layer, tier, log
+        self._predictor: Predictor | None = None
+
+    def follow(self, predictor: Predictor | None) -> None:
+        """Be routed by this from now on; None is the layer's own gate."""
+        self._predictor = predictor
 
     def __call__(self, x: mx.array) -> Any:
-        layer, prerouter = self._layer, self._prerouter
-        if prerouter is None:
+        layer, predictor = self._layer, self._predictor
+        if predictor is None:
             return self._narrowed(self._own(x))
-        prerouter.observe_input(layer, x.reshape(-1, x.shape[-1]))
-        if not prerouter.predicts(layer):
+        predictor.observe_input(layer, x.reshape(-1, x.shape[-1]))
+        if not predictor.predicts(layer):
             own = self._own(x)
-            if prerouter.wants_own_choice(layer):
-                prerouter.observe_own_choice(layer, self._choice(own))
+            if predictor.wants_own_choice(layer):
+                predictor.observe_own_choice(layer, self._choice(own))
             return self._narrowed(own)
-        if prerouter.wants_own_choice(layer):
-            prerouter.observe_own_choice(layer, self._choice(self.inner(x)))
+        if predictor.wants_own_choice(layer):
+            predictor.observe_own_choice(layer, self._choice(self.inner(x)))
         if x.size != x.shape[-1]:
             raise RuntimeError(f"layer {layer}: a predicted step has one token, got {x.shape[:-1]}")
-        logits_E = prerouter.prediction(layer)
+        logits_E = predictor.prediction(layer)
         self._log.scores[layer] = scores(self._tier.router, logits_E)
         return self._routing(logits_E, x)
 

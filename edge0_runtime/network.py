@@ -1,45 +1,82 @@
-"""mlx-lm's network of a checkpoint, also of published files that its own model class would not take as they are."""
+"""mlx-lm's network of a checkpoint: made without reading, brought to the compute dtype, then read.
+
+Published files that mlx-lm's own model class would not take as they are are read too.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _get_classes, load_model
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
 
 Weights = dict[str, mx.array]
+GROUP_SIZE = 64  # mlx's own, where config.json says nothing
 
 
 def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module:
     """mlx-lm's model of `layout`'s family; nothing is read from the files yet.
 
+    The family decides the class, not config.json: one model_type may stand for several networks (bailing_hybrid).
+
     Args:
         float32: whether it will compute in float32; else in the dtype of the file's scales.
     """
+    library: Any = importlib.import_module(f"mlx_lm.models.{layout.name}")
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        model_class, args_class = _get_classes(config)
         quantization = config.get("quantization") or config.get("quantization_config") or {}
 
-        class Network(model_class):  # type: ignore[misc, valid-type]
+        class Network(library.Model):
             def sanitize(self, weights: Weights) -> Weights:
                 weights = as_mlx_lm_names(weights, layout)
-                weights = unpack_absorbed(weights, quantization.get("group_size", 64), float32=float32)
-                return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
+                return super().sanitize(
+                    unpack_absorbed(weights, quantization.get("group_size", GROUP_SIZE), float32=float32)
+                )
 
-        return Network, args_class
+        return Network, library.ModelArgs
 
     try:
         network, _ = load_model(directory, lazy=True, get_model_classes=classes)
     except (ValueError, TypeError, KeyError) as error:
         raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
     return network
+
+
+def to_float32(network: nn.Module) -> None:
+    """Have the network compute in float32: all floating parameters but what quantised matmuls unpack.
+
+    Those take bf16 scales and biases beside float32 activations, with the same bits as result (docs/parity.md 0.4),
+    at half the memory. An embedding's are looked up and decide the dtype of all that follows, so they are cast.
+    """
+    for module in network.modules():
+        packed = isinstance(module, (nn.QuantizedLinear, QuantizedSwitchLinear))
+        for name, value in module.items():
+            if not isinstance(value, mx.array) or name.startswith("_"):
+                continue
+            if mx.issubdtype(value.dtype, mx.floating) and not (packed and name in ("scales", "biases")):
+                module[name] = value.astype(mx.float32)
+
+
+def network_nbytes(network: nn.Module) -> int:
+    """What the parameters take in memory, read or not."""
+    arrays: list[tuple[str, Any]] = tree_flatten(network.parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in arrays)
+
+
+def evaluate(network: nn.Module) -> None:
+    """Read all arrays now, parameters or not: a lazy array belongs to the thread that made it."""
+    for module in network.modules():
+        mx.eval([value for value in module.values() if isinstance(value, mx.array)])
 
 
 def as_mlx_lm_names(weights: Weights, layout: Family) -> Weights:

@@ -14,12 +14,30 @@ Shapes: O owners, T tokens, K experts per token, E experts, D hidden size, W hea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
+
+
+class Predictor(Protocol):
+    """What routes layers in place of their own gates; `Prerouter` says what each call means."""
+
+    predicted_steps: int
+
+    def reset(self) -> None: ...
+    def begin_prefill(self) -> None: ...
+    def begin_decode(self, step: int) -> None: ...
+    def advance(self, executed: Mapping[int, np.ndarray | mx.array]) -> None: ...
+    def predict(self, embedding_D: mx.array) -> mx.array | None: ...
+    def predicts(self, layer: int) -> bool: ...
+    def prediction(self, layer: int) -> mx.array: ...
+    def wants_own_choice(self, layer: int) -> bool: ...
+    def observe_input(self, layer: int, x_TD: mx.array) -> None: ...
+    def observe_own_choice(self, layer: int, indices_TK: mx.array) -> None: ...
 
 
 class Prerouter:
@@ -49,6 +67,11 @@ class Prerouter:
         stacked = np.stack([tensors[f"layers.{n}.{part}.weight"].T for n in self.owners])
         return mx.array(stacked).astype(self._dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that the heads take."""
+        return sum(part.nbytes for part in (self._fc1_OIW, self._fc2_OWE, self._linear_init_OIE, self._zeros_OE))
+
     # -- the timeline, driven by the request -----------------------------------------------------------------
 
     def reset(self) -> None:
@@ -73,12 +96,12 @@ class Prerouter:
         self._capturing, self._predicting = capturing, predicting
         self._hidden, self._own_choice = {}, {}
 
-    def advance(self, executed: Mapping[int, np.ndarray]) -> None:
-        """Take over the routing of the forward pass that just ran; `executed` is layer -> [T, K]."""
+    def advance(self, executed: Mapping[int, np.ndarray | mx.array]) -> None:
+        """Take over the routing of the forward pass that was just built; `executed` is layer -> [T, K], maybe lazy."""
         if not self._capturing:
             return
         if self.tier.feature_topk == "executed":
-            last_OTK = mx.array(np.stack([executed[n][-2:] for n in self.owners]))
+            last_OTK = mx.stack([mx.array(executed[n][-2:]).astype(mx.uint32) for n in self.owners])
         else:
             last_OTK = mx.stack([self._own_choice[n] for n in self.owners])
         last_OTE = self._multi_hot(last_OTK)

@@ -19,14 +19,14 @@ class RoutingLog:
     """What the last forward pass routed to.
 
     Attributes:
-        executed: layer -> [T, K] expert indices, as the block chose them.
+        executed: layer -> [T, K] expert indices, as the block chose them; lazy where nobody waited for them.
         scores: layer -> [E] router scores of the pass's last token that the experts were chosen by, predicted or
             the layer's own (then with its expert bias).
         dropped: routings since construction whose expert wasn't there to compute; anything but 0 is a bug.
     """
 
     def __init__(self) -> None:
-        self.executed: dict[int, np.ndarray] = {}
+        self.executed: dict[int, np.ndarray | mx.array] = {}
         self.scores: dict[int, mx.array] = {}
         self.dropped = 0
 
@@ -118,6 +118,16 @@ def choice_gap(router: Router, scores_E: np.ndarray, chosen: Collection[int]) ->
     rivals = [scores_E[e] for g in kept for e in range(g * size, (g + 1) * size) if e not in chosen]
     gaps += [max(rivals) - min(scores_E[e] for e in chosen)] if rivals else []
     return float(max(gaps, default=0.0))
+
+
+def block_choice(router: Router, logits_TE: mx.array, k: int, dtype: mx.Dtype) -> mx.array:
+    """[T, K] experts that a block computing in `dtype` chooses by predicted logits, by the same calls as there.
+
+    `route` and a block's own softmax differ in rounding where `dtype` isn't fp32, and with it at near-ties.
+    """
+    if router.kind == "softmax_topk":
+        return _topk(mx.softmax(within_mass(router, logits_TE.astype(dtype)), axis=-1, precise=True), k)
+    return route(router, logits_TE, k)[0]
 
 
 def _topk(scores_TE: mx.array, k: int) -> mx.array:

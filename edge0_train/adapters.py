@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 
-from edge0_runtime.contract.artifacts import Adapter, Kind, read_adapter, write_adapter
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter, write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file
@@ -56,6 +56,17 @@ def input_path(config: Config, kind: Kind) -> str:
         f"inputs.{kind}: no phase before {config.phase} has written {config.tier.file_name(kind)} below {config.root};"
         f" run those phases ({', '.join(before)}) or name a file"
     )
+
+
+def describe_inputs(config: Config) -> str:
+    """Which adapters a phase starts from, for its plan; one that no phase has written yet is no error in a dry run."""
+    found = []
+    for kind in KINDS:
+        try:
+            found.append(f"{kind} {input_path(config, kind) or 'none'}")
+        except Edge0Error:
+            found.append(f"{kind} auto (not written yet)")
+    return "\n".join(found)
 
 
 def read_input(config: Config, kind: Kind, value: str) -> Adapter | None:

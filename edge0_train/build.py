@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -17,10 +17,13 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file, strict_json
 from edge0_train.adapters import BaseInfo, base_info, read_input
 from edge0_train.base import load_base, load_teacher
+from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import empty_model
 from edge0_train.base.names import family_names
+from edge0_train.base.weights import Residency
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
+from edge0_train.data.rows import TextData
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
 
 EXPERTS = "grouped_mm"
@@ -48,7 +51,10 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
     base = base_info(config)
     heads_file, lora_file = read_input(config, "prerouter", prerouter), read_input(config, "lora", lora)
     check_binding(base.fingerprint, heads_file, lora_file)
-    model, _ = load_base(config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device)
+    packed = cast(Residency, config.base.residency) if config.base.storage == "packed" else None
+    model, _ = load_base(
+        config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device, packed=packed
+    )
     model.set_experts_implementation(EXPERTS)
     heads = None
     if heads_file:
@@ -83,6 +89,8 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
     described.check_architecture(config.tier)
     model = empty_model(described.text_config(), names, DTYPES[config.base.dtype])
     model.requires_grad_(False)
+    if config.base.storage == "packed":
+        pack_sketch(model, found, names, DTYPES[config.base.dtype])
     with torch.device("meta"):
         if lora:
             add_lora(model, config.tier)
@@ -98,11 +106,20 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def build_teacher(config: Config) -> StudentPath:
-    """The teacher, native at its published K; its tokenizer must be the base's."""
+    """The teacher, native at its published K; tokenizer and end tokens must be the base's.
+
+    Raises Edge0Error naming its weights that are not finite: a NaN there would show as text, or as a loss, much later.
+    """
     check_tokenizer(config)
     model: PreTrainedModel = load_teacher(
         config.teacher.directory, dtype=DTYPES[config.base.dtype], device=config.base.device
     )
+    broken = [name for name, value in model.named_parameters() if not value.isfinite().all()]
+    if broken:
+        raise Edge0Error(
+            f"teacher.directory: {config.teacher.directory} has values that are not finite in {len(broken)} tensors"
+            f" ({', '.join(broken[:3])}); download it again"
+        )
     model.set_experts_implementation(EXPERTS)
     return StudentPath(model, dataclasses.replace(config.tier, router=config.tier.router.plain))
 
@@ -134,7 +151,7 @@ def input_identity(config: Config) -> dict[str, Any]:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer."""
+    """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer and its end tokens."""
     teacher_hash = hash_tokenizer(config.teacher.directory)
     if not Path(config.base.directory).exists():
         return
@@ -143,6 +160,22 @@ def check_tokenizer(config: Config) -> None:
         raise Edge0Error(
             f"teacher.directory: tokenizer.json of {config.teacher.directory} ({teacher_hash[:12]}) is not the base's"
             f" ({base_hash[:12]}); teacher and student must share one tokenizer"
+        )
+    teacher_ends, base_ends = Chat(config.teacher.directory).end_ids, Chat(config.base.directory).end_ids
+    if teacher_ends != base_ends:
+        raise Edge0Error(
+            f"teacher.directory: end tokens {teacher_ends} of {config.teacher.directory} are not the base's {base_ends};"
+            " give both the same eos_token_id in generation_config.json"
+        )
+
+
+def check_text(config: Config, student: Student, data: TextData) -> None:
+    """Raise Edge0Error if the rows were written with another tokenizer than the base's (cards of old have no hash)."""
+    found = data.card.get("tokenizer_sha256", student.base.tokenizer_hash)
+    if found != student.base.tokenizer_hash:
+        raise Edge0Error(
+            f"text.rows: {config.text.rows} was written with another tokenizer ({found[:12]}) than the base's"
+            f" ({student.base.tokenizer_hash[:12]}); run phase=teacher_text again with a teacher that shares it"
         )
 
 

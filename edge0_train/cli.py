@@ -81,7 +81,6 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
             composed.pop("hydra", None)
     config = read_config(composed)
 
-    import torch
     from accelerate import PartialState
 
     from edge0_train.build import input_identity
@@ -89,7 +88,7 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
     from edge0_train.phases import PHASES
     from edge0_train.run import Run, open_run, start_wandb
 
-    torch.set_num_threads(config.threads)
+    set_up_torch(config.threads, config.base.device)
     _quiet_transformers(config.base.device)
     if config.dry_run:
         PHASES[config.phase](config, Run(Path(config.run_dir), config))
@@ -120,6 +119,15 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
         sys.exit(0)
     state.wait_for_everyone()
     return summary
+
+
+def set_up_torch(threads: int, device: str) -> None:
+    """CPU threads, and on a CPU the same bits in every run: with two threads, backward of an indexing adds in any order."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(device == "cpu", warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
 
 
 def _quiet_transformers(device: str) -> None:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, check_fields
+from edge0_train.base.weights import RESIDENCIES
 
 PHASE_NAMES = (
     "quantize",
@@ -37,6 +38,8 @@ ON_POLICY_LOSSES = ("reverse_kl", "forward_kl", "reverse_kl_no_tail", "sampled_t
 class Base:
     """The int4 checkpoint in MLX's layout, and how its dequantisation is held (f32 arithmetic, rounded once to dtype).
 
+    storage: bf16 (all values, in `dtype`) or packed (int4 codes; a module that runs has the same values).
+    residency: where the codes of a packed base lie: device, host (memory) or disk (mapped files).
     gradient_checkpointing: phases that train the LoRA keep one tensor a layer and compute the rest again in backward.
     """
 
@@ -44,14 +47,20 @@ class Base:
     source: str
     dtype: str
     device: str
+    storage: str
+    residency: str
     gradient_checkpointing: bool
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher: a transformers directory; it routes by its own gates at its published K."""
+    """The teacher: a transformers directory; it routes by its own gates at its published K.
+
+    resident: on_policy keeps it beside the student. Else it is loaded for each round's scores, with the student in host memory.
+    """
 
     directory: str
+    resident: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,8 @@ class Text:
     """Text rows: where prompts come from, and where teacher text lies (a `teacher_text` run directory).
 
     max_length: of prompt + completion; longer rows are dropped. pack_length: rows share lines of that many tokens; 0: off.
-    prompts: `tasks` (the generated nano tasks), or a JSONL/Parquet file, or a datasets name, with a `messages` column.
+    prompts: `tasks` (the generated nano tasks; `tasks:chain` names some), or a JSONL/Parquet file, or a datasets name, with a
+        `messages` column.
     """
 
     prompts: str
@@ -114,11 +124,13 @@ class Heads:
         loss: kl, bce or kl_margin (losses.py).
         features: base (native routing, phase 1) or student (the heads' own decode-time features, refinement).
         joint_lr: student_sft trains the heads too, at this multiple of its rate; 0 keeps them frozen.
+        predictability: weight of `losses.routing_divergence` beside the loss of student_sft and on_policy; 0: not computed.
     """
 
     loss: str
     features: str
     joint_lr: float
+    predictability: float
 
 
 @dataclass(frozen=True)
@@ -269,6 +281,12 @@ def _validate(config: Config) -> None:
         one_of("chain", name, PHASE_NAMES)
     one_of("heads.features", config.heads.features, ("base", "student"))
     one_of("base.dtype", config.base.dtype, ("float32", "bfloat16"))
+    one_of("base.storage", config.base.storage, ("bf16", "packed"))
+    one_of("base.residency", config.base.residency, RESIDENCIES)
+    if config.base.residency != "device" and config.base.storage != "packed":
+        raise Edge0Error(
+            f"base.residency: {config.base.residency} needs base.storage=packed (it is {config.base.storage}); set both"
+        )
     one_of("sample.backend", config.sample.backend, ("transformers", "vllm"))
     one_of("optim.schedule", config.optim.schedule, ("constant", "cosine"))
     one_of("heads.loss", config.heads.loss, ("kl", "bce", "kl_margin"))
@@ -289,6 +307,7 @@ def _validate(config: Config) -> None:
         ("sample.max_new_tokens", config.sample.max_new_tokens, 1),
         ("sample.temperature", config.sample.temperature, 0),
         ("heads.joint_lr", config.heads.joint_lr, 0),
+        ("heads.predictability", config.heads.predictability, 0),
         ("on_policy.rounds", config.on_policy.rounds, 1),
         ("on_policy.top_k", config.on_policy.top_k, 1),
         ("logger.every", config.logger.every, 1),

@@ -39,6 +39,10 @@ class MicroBatch(Protocol):
     def tokens(self) -> int: ...
 
 
+Backward = Callable[[torch.Tensor], None]
+"""Takes a summed loss, or a part of it: adds its value to the step's, and its gradients (over the valid count) to `.grad`."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a phase gives to the loop.
@@ -46,7 +50,8 @@ class Problem:
     Attributes:
         trainable: {name: parameter}; only these get optimizer state.
         window: step -> the micro-batches of that step, the same on every rank and in every call.
-        loss: micro-batch -> (summed loss, further sums to log; each is divided by the valid count as well).
+        loss: (micro-batch, backward) -> further sums to log; each is divided by the valid count as well. It hands its summed
+            loss to `backward`, whole or in independent parts, so that one part's graph is held at a time.
         evaluate: step -> metrics to log every `logger.every` steps; None: nothing.
         rates: {name: multiple of the learning rate} where it is not 1.
         watch: the metric of `evaluate`, the smaller the better, by which `optim.patience` stops; "": never.
@@ -54,7 +59,7 @@ class Problem:
 
     trainable: Mapping[str, nn.Parameter]
     window: Callable[[int], Sequence[Any]]
-    loss: Callable[[Any], tuple[torch.Tensor, dict[str, float]]]
+    loss: Callable[[Any, Backward], dict[str, float]]
     evaluate: Callable[[int], dict[str, float]] | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
     watch: str = ""
@@ -145,13 +150,16 @@ def _step(
     if valid == 0:
         raise Edge0Error(f"step {step}: no token of the window takes part in the loss; check the rows' completions")
     sums: dict[str, float] = {"loss": 0.0}
-    for micro in window[state.process_index :: state.num_processes]:
-        loss, extra = problem.loss(micro)
+
+    def backward(loss: torch.Tensor) -> None:
         (loss / valid).backward()
-        for name, value in {"loss": float(loss.detach()), **extra}.items():
+        sums["loss"] += float(loss.detach()) / valid
+
+    for micro in window[state.process_index :: state.num_processes]:
+        for name, value in problem.loss(micro, backward).items():
             sums[name] = sums.get(name, 0.0) + value / valid
     if step == 0:
-        _check_gradients(problem, state)
+        _check_gradients(problem)
     parameters = list(problem.trainable.values())
     if state.num_processes > 1:
         sums = _sum_over_ranks(parameters, sums)
@@ -165,10 +173,12 @@ def _step(
     return {**sums, "gradient_norm": norm, "valid_tokens": valid, "tokens": sum(micro.tokens for micro in window)}
 
 
-def _check_gradients(problem: Problem, state: PartialState) -> None:
-    """A trainable tensor that the loss does not reach is a silent no-op: name it after the first backward."""
-    silent = [name for name, parameter in problem.trainable.items() if parameter.grad is None]
-    if silent and state.num_processes == 1:
+def _check_gradients(problem: Problem) -> None:
+    """A trainable tensor that no rank's loss reaches is a silent no-op: name it after the first backward."""
+    mine = {name for name, parameter in problem.trainable.items() if parameter.grad is None}
+    every = gather_object([mine])  # a rank without a micro-batch reaches nothing
+    silent = sorted(set.intersection(*every))
+    if silent:
         raise Edge0Error(f"trainable: {len(silent)} tensors have no gradient after step 1: {', '.join(silent[:5])}")
 
 

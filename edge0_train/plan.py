@@ -19,6 +19,7 @@ from torch import nn
 
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base import transformers_module
+from edge0_train.base.packed import unpacked_numel
 from edge0_train.config import Config, Optim
 from edge0_train.data.rows import TextData, TextRow, read_data
 from edge0_train.losses import chunked
@@ -86,7 +87,8 @@ def training_plan(
             [f"{sum(n for _, n in modules)} modules matched, r={config.tier.lora.r}, alpha={config.tier.lora.alpha}"]
             + [f"{count:>3} x {kind}" for kind, count in modules]
         )
-    frozen = _numel(_others(path, trainable))
+    heads = _numel(path.heads.parameters()) if path.heads else 0
+    frozen = unpacked_numel(path.model) + heads - _numel(trainable.values())
     facts["parameters"] = f"{_numel(trainable.values()):,} trainable, {frozen:,} frozen"
     facts["step"] = describe_step(rows, config.optim)
     facts["memory"] = describe_memory(config, path, trainable, rows, through_base)
@@ -135,25 +137,27 @@ def describe_memory(
 ) -> str:
     """Estimated peak of the device's memory, with the formula of every part (H hidden, I expert width, F head input)."""
     tier, width = config.tier, 4 if config.base.dtype == "float32" else 2
-    frozen = [*_others(path, trainable), *path.model.buffers()]
+    packed = config.base.storage == "packed"
+    frozen = [*_others(path, trainable), *(path.model.buffers() if config.base.residency == "device" else ())]
     tokens = _tokens_of_a_micro_batch(config, rows)
     layers, hidden, experts = tier.num_layers, tier.hidden_size, tier.num_experts
     one_layer = 12 * hidden + tier.k * (2 * hidden + 3 * tier.expert_width)
     parts = {
-        f"frozen values ({config.base.dtype} base)": sum(t.numel() * t.element_size() for t in frozen),
+        f"frozen values ({'int4' if packed else config.base.dtype} base)": sum(
+            t.numel() * t.element_size() for t in frozen
+        ),
         f"trainables x {TRAINABLE_BYTES} B (value, gradient, two moments)": TRAINABLE_BYTES
         * _numel(trainable.values()),
     }
-    if config.phase == "on_policy":
-        parts[f"the teacher, as many values as the base ({config.base.dtype})"] = width * _numel(
-            path.model.parameters()
-        )
+    if packed:
+        wide = tier.architecture["moe_intermediate_size"]
+        parts[f"one layer's experts while it runs: E x 5 H I x {width} B"] = experts * 5 * hidden * wide * width
+    if config.phase == "on_policy" and config.teacher.resident:
+        parts[f"the teacher, as many values as the base ({config.base.dtype})"] = width * unpacked_numel(path.model)
     if not through_base:
-        head = tier.head_input + 2 * experts + 2 * tier.head_width
-        formula = (
-            f"{tokens:,} tokens x ({width} B x one layer's (12 H + K (2 H + 3 I)) + 4 B x owners x (F + 2 E + 2 width))"
-        )
-        parts[f"activations: {formula}"] = tokens * (width * one_layer + 4 * len(tier.owners) * head)
+        head = 2 * tier.head_input + 2 * experts + 2 * tier.head_width
+        formula = f"{tokens:,} tokens x ({width} B x one layer's (12 H + K (2 H + 3 I)) + 4 B x one head's (2 F + 2 E + 2 width))"
+        parts[f"activations: {formula}"] = tokens * (width * one_layer + 4 * head)
     else:
         if config.base.gradient_checkpointing:
             formula, kept = "(layers x H + one layer's (12 H + K (2 H + 3 I)))", layers * hidden + one_layer

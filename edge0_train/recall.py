@@ -22,7 +22,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.data.rows import Batch
 from edge0_train.student.heads import PrerouterHeads
 from edge0_train.student.path import StudentPath
-from edge0_train.student.routing import multi_hot, weigh
+from edge0_train.student.routing import multi_hot, select, weigh
 
 BASELINES = ("uniform", "frequency", "previous", "last_four", "next_gate")
 BUDGETS = (8, 16)
@@ -76,29 +76,37 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
     per_token: dict[int, list[dict[str, torch.Tensor]]] = {owner: [] for owner in tier.owners}
     sets: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {owner: [] for owner in tier.owners}
     groups: list[str] = []
+    at_BT: torch.Tensor
+
+    def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
+        """One head's measures on the batch at hand, in the middle of the pass: one owner's features are held at a time."""
+        gate = path.router(owner + 1)
+        bias_E = getattr(gate, "e_score_correction_bias", None)
+        shape = router_BTE.shape[:2]
+        executed_BTK = select(tier.router, router_BTE.flatten(0, 1), tier.k, bias_E).unflatten(0, shape)
+        true_BTE = multi_hot(executed_BTK, tier.num_experts)
+        before_BTE = torch.cat([torch.zeros_like(true_BTE[:, :1]), true_BTE[:, :-1]], dim=1)
+        weight_EH, features_NF = gate.weight.float(), features_BTF[at_BT]
+        head_NE = heads(owner, features_NF)
+        guesses = {
+            "frequency": frequency[owner + 1].expand_as(true_BTE)[at_BT],
+            "previous": before_BTE[at_BT],
+            "last_four": _recent_votes(before_BTE)[at_BT],
+            "next_gate": features_NF[:, : weight_EH.shape[1]] @ weight_EH.T,
+        }
+        true_NK = executed_BTK[at_BT]
+        measured = _of_head(tier, head_NE, true_NK, router_BTE[at_BT]) | {
+            name: _recall(score_NE, true_NK, tier.k) for name, score_NE in guesses.items()
+        }
+        per_token[owner].append({name: value.cpu() for name, value in measured.items()})
+        sets[owner].append((head_NE.topk(tier.k).indices.cpu(), true_NK.cpu()))
+
     for batch in batches:
-        routing = path.native(tier.k, batch.decoded_BT, batch.start_BT, capture=True)
-        path.hidden(batch.input_ids_BT, routing, use_cache=False)
         at_BT = path.timeline(batch.decoded_BT, batch.start_BT)[0]
         groups += [batch.rows[row].task or "other" for row in at_BT.nonzero()[:, 0].tolist()]
-        for owner in tier.owners:
-            executed_BTK = routing.executed[owner + 1]
-            true_BTE = multi_hot(executed_BTK, tier.num_experts)
-            before_BTE = torch.cat([torch.zeros_like(true_BTE[:, :1]), true_BTE[:, :-1]], dim=1)
-            weight_EH = path.router(owner + 1).weight.float()
-            head_NE = heads(owner, routing.features[owner][at_BT])
-            guesses = {
-                "frequency": frequency[owner + 1].expand_as(true_BTE)[at_BT],
-                "previous": before_BTE[at_BT],
-                "last_four": _recent_votes(before_BTE)[at_BT],
-                "next_gate": routing.features[owner][at_BT][:, : weight_EH.shape[1]] @ weight_EH.T,
-            }
-            true_NK, logits_NE = executed_BTK[at_BT], routing.router_logits[owner + 1][at_BT]
-            measured = _of_head(tier, head_NE, true_NK, logits_NE) | {
-                name: _recall(score_NE, true_NK, tier.k) for name, score_NE in guesses.items()
-            }
-            per_token[owner].append({name: value.cpu() for name, value in measured.items()})
-            sets[owner].append((head_NE.topk(tier.k).indices.cpu(), true_NK.cpu()))
+        routing = path.native(tier.k, batch.decoded_BT, batch.start_BT)
+        routing.pair = pair
+        path.hidden(batch.input_ids_BT, routing, use_cache=False)
     if not groups:
         raise Edge0Error(
             f"text.rows: none of the {sum(len(batch.rows) for batch in batches)} held-out rows has an input that is routed by"

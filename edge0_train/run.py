@@ -36,7 +36,8 @@ from edge0_train.config import Config, to_dict
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 T = TypeVar("T")
 VOLATILE = (
-    "resume", "dry_run", "logger", "threads", "sample.max_truncated", "sample.max_repetitive", "sample.max_growth"
+    "resume", "dry_run", "logger", "threads", "sample.max_truncated", "sample.max_repetitive", "sample.max_growth",
+    "teacher.resident",
 )  # fmt: skip
 """Settings, or groups of them, that may differ between a run and its continuation."""
 
@@ -60,9 +61,18 @@ class Run:
         return (self.directory / "done.json").exists()
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Append one row to metrics.jsonl (and W&B, whose step is our own metric so that a resume may go back)."""
-        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Append one row to metrics.jsonl (and W&B, whose step is our own metric so that a resume may go back).
+
+        Raises Edge0Error when it cannot be written: a full disk must not cost more than the steps since the last checkpoint.
+        """
+        path = self.directory / "metrics.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise Edge0Error(
+                f"{path}: cannot be written ({error.strerror}); free space in {path.parent} and continue with resume=true"
+            ) from error
         if self.wandb:
             self.wandb.log({"step": step, **metrics})
 

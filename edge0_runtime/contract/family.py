@@ -20,7 +20,7 @@ class Family:
     """Names and shapes of one model family in MLX's checkpoint layout; fields are mlx-lm's (`ModelArgs`).
 
     Attributes:
-        name: the `family` of a tier.
+        name: the `family` of a tier; also the name of mlx-lm's module with the model class.
         layer_prefix: path of decoder layer N, with `{n}` for N.
         embedding: path of the token embedding.
         experts: path of the stacked routed experts below a layer, in mlx-lm's network and in what it converts.

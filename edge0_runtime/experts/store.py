@@ -8,16 +8,17 @@ of MLX.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.contract.tier import Tier
 
+Buffer = Any  # what `os.preadv` fills: writable bytes (a memoryview, a uint8 array)
 FLOATS = ("BF16", "F16", "F32")
 DTYPES = {"weight": ("U32",), "scales": FLOATS, "biases": FLOATS}  # of MLX's affine quantisation
 
@@ -46,15 +47,11 @@ class ExpertStore:
 
     Attributes:
         tensors: layer -> the layer's expert tensors. num_experts: experts per layer.
-        loads, bytes_read, read_seconds: experts read so far, their bytes, and the time spent in it.
     """
 
     def __init__(self, tensors: Mapping[int, tuple[ExpertTensor, ...]], num_experts: int) -> None:
         self.tensors = dict(tensors)
         self.num_experts = num_experts
-        self.loads = 0
-        self.bytes_read = 0
-        self.read_seconds = 0.0
         self._files: dict[Path, int] = {}
         try:
             for path in sorted({tensor.path for layer in self.tensors.values() for tensor in layer}):
@@ -89,27 +86,33 @@ class ExpertStore:
         """Bytes of all experts of all layers."""
         return self.num_experts * sum(self.expert_nbytes(layer) for layer in self.tensors)
 
-    def read_into(self, layer: int, expert: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`: one for each tensor of the layer, in order, writable bytes of the tensor's `nbytes`.
+    def read(self, layer: int, first: int, buffers: Sequence[Sequence[Buffer]]) -> None:
+        """Read experts that follow each other; may be called by several threads at once.
+
+        Args:
+            layer: whose experts. first: the lowest of their indices.
+            buffers: for each tensor of the layer, in order, writable bytes for every expert: `nbytes` each. An
+                expert's nine ranges lie far apart in the files, but neighbours touch: one call per tensor reads all.
 
         Raises Edge0Error naming file, offset, wanted and got when the disk or the file fails; the buffers'
         contents are then undefined.
         """
-        began = time.perf_counter()
-        for tensor, buffer in zip(self.tensors[layer], buffers, strict=True):
-            self._read(tensor, tensor.start + expert * tensor.nbytes, buffer)
-        self.loads += 1
-        self.bytes_read += self.expert_nbytes(layer)
-        self.read_seconds += time.perf_counter() - began
+        for tensor, parts in zip(self.tensors[layer], buffers, strict=True):
+            self._read(tensor, tensor.start + first * tensor.nbytes, parts)
 
-    def _read(self, tensor: ExpertTensor, offset: int, buffer: memoryview) -> None:
+    def _read(self, tensor: ExpertTensor, offset: int, parts: Sequence[Buffer]) -> None:
         if tensor.path not in self._files:
             raise Edge0Error(f"{tensor.path}: the expert store is closed; load the engine again")
-        got, wanted, reason = 0, len(buffer), "the file was truncated or replaced; restore it"
+        got, wanted, reason = 0, sum(map(len, parts)), "the file was truncated or replaced; restore it"
+        left = list(parts)
         try:
             # Positional reads, since several threads may read one file.
-            while got < wanted and (count := os.preadv(self._files[tensor.path], [buffer[got:]], offset + got)):
+            while left and (count := os.preadv(self._files[tensor.path], left, offset + got)):
                 got += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
         except OSError as error:
             reason = f"{error.strerror}; check the disk"
         if got < wanted:

@@ -1,13 +1,19 @@
-"""The routed experts of a layer, fetched from disk as they are routed to: the `exact` path.
+"""The routed experts of a layer, computed in place from the slots that the I/O threads fill.
 
-It takes the place of mlx-lm's SwitchGLU in the block and computes with that very module, on the experts that
-the tokens need, stacked and re-indexed. The order of rows is kept, so the result is bit-equal to the resident
-model's. Shapes: T tokens, K experts per token, R = T * K rows, H hidden, U distinct experts.
+It takes the place of mlx-lm's SwitchGLU in the block and computes with that very module; only its weights are those of
+a slot pool, and experts are named by slot. Rows keep their order and don't depend on each other, so the result is
+bit-equal to the resident model's, whichever way the experts came there:
+
+* full: every expert is in memory for good; nothing is waited for or looked up.
+* staged: the experts were known before the step (a prediction is a routing) and are on their way; the graph is built
+  without waiting for the router, and the layer waits for bytes only.
+* exact: the router is evaluated, its experts are taken from memory or read.
+* whole layer (long prompt chunks): exact, but all experts of the layer were asked for one layer ago.
+
+Shapes: T tokens, K experts per token, R = T * K rows, H hidden, N distinct experts, G rows of a group.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,68 +21,92 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
-from edge0_runtime.experts.cache import Expert, ExpertCache
+from edge0_runtime.experts.memory import ExpertMemory
+from edge0_runtime.experts.pool import SlotPool
 from edge0_runtime.routing import RoutingLog
+
+
+class ResidentSwitchGLU(nn.Module):
+    """mlx-lm's module with all its weights in memory, as it is; the routing is logged."""
+
+    def __init__(self, inner: SwitchGLU, layer: int, log: RoutingLog) -> None:
+        super().__init__()
+        self.inner = inner
+        self._layer, self._log = layer, log
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        self._log.executed[self._layer] = indices.reshape(-1, indices.shape[-1])
+        return self.inner(x, indices)
 
 
 class StreamingSwitchGLU(nn.Module):
     """Drop-in for `mlp.switch_mlp`: (x [1, T, H], indices [1, T, K]) -> [1, T, K, H]."""
 
-    def __init__(self, inner: SwitchGLU, layer: int, cache: ExpertCache, log: RoutingLog) -> None:
+    _memory: ExpertMemory
+    _pool: SlotPool
+
+    def __init__(self, inner: SwitchGLU, layer: int, log: RoutingLog) -> None:
         super().__init__()
         self.inner = inner
         self._layer = layer
-        self._cache = cache
         self._log = log
-        self._release()
+        self.detach()
 
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        indices_TK = np.array(indices).reshape(-1, indices.shape[-1])  # waits for the router
-        self._log.executed[self._layer] = indices_TK
-        distinct_U = np.unique(indices_TK)
-        room = self._cache.capacity
-        if len(distinct_U) <= room:
-            experts = [self._cache.get(self._layer, int(e)) for e in distinct_U]
-            self._check_present(indices_TK, experts)
-            return self._compute(x, np.searchsorted(distinct_U, indices_TK).reshape(indices.shape), experts)
-        groups = [distinct_U[start : start + room] for start in range(0, len(distinct_U), room)]
-        return self._compute_in_groups(x, indices_TK, groups).reshape(*indices.shape, x.shape[-1])
-
-    def _compute_in_groups(self, x: mx.array, indices_TK: np.ndarray, groups: Sequence[np.ndarray]) -> mx.array:
-        """[R, H], a few experts at a time with the rows routed to them, within the cache's budget."""
-        x_TH = x.reshape(-1, x.shape[-1])
-        routed_R = indices_TK.reshape(-1)
-        rows, results = [], []
-        for group_U in groups:
-            experts = [self._cache.get(self._layer, int(e)) for e in group_U]
-            row_G = np.flatnonzero(np.isin(routed_R, group_U))
-            self._check_present(routed_R[row_G], experts)
-            local_G1 = np.searchsorted(group_U, routed_R[row_G])[:, None]
-            result_GH = self._compute(x_TH[mx.array(row_G // indices_TK.shape[-1])], local_G1, experts).squeeze(-2)
-            mx.eval(result_GH)  # frees this group's experts before the next is read
-            rows.append(row_G)
-            results.append(result_GH)
-        return mx.concatenate(results)[mx.array(np.argsort(np.concatenate(rows)))]
-
-    def _compute(self, x: mx.array, local: np.ndarray, experts: Sequence[Expert]) -> mx.array:
-        """mlx-lm's SwitchGLU over the stacked `experts`; `local` indexes into them."""
-        tensors = self._cache.store.tensors[self._layer]
-        for position, tensor in enumerate(tensors):
-            stacked = mx.stack([expert.arrays[position] for expert in experts])
-            setattr(getattr(self.inner, tensor.projection), tensor.part, stacked)
-        result = self.inner(x, mx.array(local.astype(np.uint32)))
-        self._release()
-        return result
-
-    def _check_present(self, routed: np.ndarray, experts: Sequence[Expert]) -> None:
-        """Count and refuse routings that none of `experts` serves: going on would silently be wrong."""
-        missing = int(np.isin(routed, [expert.index for expert in experts], invert=True).sum())
-        if missing:
-            self._log.dropped += missing
-            raise RuntimeError(f"layer {self._layer}: {missing} routed experts were not fetched")
-
-    def _release(self) -> None:
-        """Forget the weights: the module is only the mathematics, the memory belongs to the cache."""
+    def detach(self) -> None:
+        """Forget the weights: the module is only the mathematics, the memory belongs to a pool."""
         for projection in PROJECTIONS:
             for part in QUANTISED_PARTS:
                 self.inner[projection].pop(part, None)
+        for name in ("_memory", "_pool"):
+            self.__dict__.pop(name, None)
+
+    def attach(self, memory: ExpertMemory) -> None:
+        """Compute from the slots of `memory` from now on."""
+        self._memory, self._pool = memory, memory.pool(self._layer)
+        for tensor, weight in zip(memory.store.tensors[self._layer], self._pool.weights(self._layer), strict=True):
+            self.inner[tensor.projection][tensor.part] = weight
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        known_K = self._memory.take_staged(self._layer, indices)
+        if known_K is not None:
+            self._log.executed[self._layer] = known_K[None]
+        if self._pool.full:
+            if known_K is None:
+                self._log.executed[self._layer] = indices.reshape(-1, indices.shape[-1])
+            return self.inner(x, indices)
+        if known_K is not None:
+            experts_N = known_K
+        else:
+            mx.eval(x, indices)  # and with them all layers below
+            self._pool.release()
+            indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
+            self._log.executed[self._layer] = indices_TK
+            experts_N = np.unique(indices_TK)
+        if len(experts_N) > self._pool.slots:
+            return self._compute_in_groups(x, indices, experts_N)
+        self._pool.acquire(self._layer, experts_N, lambda: mx.eval(x))
+        self._memory.look_ahead(self._layer)
+        return self.inner(x, self._pool.locate(self._layer, indices))
+
+    def _compute_in_groups(self, x: mx.array, indices: mx.array, experts_N: np.ndarray) -> mx.array:
+        """[1, T, K, H] with more experts than slots: half a pool computes while the other half is read."""
+        mx.eval(x, indices)
+        self._pool.release()
+        x_TH, routed_R = x.reshape(-1, x.shape[-1]), np.array(indices).reshape(-1)
+        size = max(1, self._pool.slots // 2)
+        here_N = self._pool.present(self._layer, experts_N)
+        ordered_N = np.concatenate([experts_N[here_N], experts_N[~here_N]])
+        groups = [ordered_N[start : start + size] for start in range(0, len(ordered_N), size)]
+        rows, results = [], []
+        for number, group_N in enumerate(groups):
+            self._pool.acquire(self._layer, group_N, lambda: None)  # the group before is evaluated
+            for following_N in groups[number + 1 : number + 2]:
+                self._pool.want([self._layer], following_N[None])
+            row_G = np.flatnonzero(np.isin(routed_R, group_N))
+            slots_G1 = self._pool.locate(self._layer, mx.array(routed_R[row_G, None]))
+            results.append(self.inner(x_TH[mx.array(row_G // indices.shape[-1])], slots_G1).squeeze(-2))
+            mx.eval(results[-1])
+            self._pool.release()
+            rows.append(row_G)
+        result_RH = mx.concatenate(results)[mx.array(np.argsort(np.concatenate(rows)))]
+        return result_RH.reshape(*indices.shape, x.shape[-1])

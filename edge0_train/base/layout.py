@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
@@ -24,6 +25,8 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.base.affine import quantize
 from edge0_train.base.load import empty_model, parameter_shapes
 from edge0_train.base.names import FamilyNames, Link
+from edge0_train.base.packed import pack, packable
+from edge0_train.base.weights import Codes
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 """A stored tensor's shape and dtype."""
@@ -109,6 +112,22 @@ def checkpoint_layout(config: Mapping[str, Any], names: FamilyNames) -> list[Tar
         targets += link_targets(links[0], [tuple(tensor.shape) for tensor in made], cast)
     raise_problems(f"family {names.family}: no layout", problems, "add the rows")
     return targets
+
+
+def pack_sketch(model: PreTrainedModel, config: Mapping[str, Any], names: FamilyNames, dtype: torch.dtype) -> None:
+    """Pack a model on the meta device as an int4 checkpoint of ours would have it: sizes without a checkpoint."""
+    targets = {target.module: target for target in checkpoint_layout(config, names) if target.bits}
+    links = {target.link.hf: target.link for target in targets.values()}
+
+    def codes(module: str) -> Codes:
+        target = targets[module]
+        words, scales, biases = (
+            torch.empty(shape, dtype=kind, device="meta") for shape, kind in target.stored().values()
+        )
+        return Codes(words.view(torch.int32), scales, biases, target.bits, GROUP_SIZE)
+
+    held = packable(model, links, targets)
+    pack(model, {name: links[name] for name in held}, codes, dtype, torch.device("meta"))
 
 
 def quantization_block(targets: Sequence[Target]) -> dict[str, Any]:

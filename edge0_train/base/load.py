@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.names import FamilyNames, family_names
-from edge0_train.base.weights import MlxWeights, WeightSource
+from edge0_train.base.packed import pack, packable
+from edge0_train.base.weights import MlxWeights, Residency, WeightSource
 
 BASE_DTYPES = (torch.float32, torch.bfloat16)
 # Fields of a text config that are not the model's: its class is chosen, and its dtype given, by the caller.
@@ -55,12 +56,14 @@ def load_base(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    packed: Residency | None = None,
 ) -> tuple[PreTrainedModel, BaseReport]:
     """The tier's base as a transformers model: eval mode, nothing requires a gradient.
 
     Args:
         directory: the MLX checkpoint, int4 or not.
         dtype: float32 or bfloat16; a few vectors stay float32, see `Link.float32`.
+        packed: keep the codes, there, and dequantise when a module runs (packed.py); None dequantises everything now.
 
     Raises:
         Edge0Error: the checkpoint is not the tier's base, or not exactly its model's tensors (all are listed).
@@ -72,7 +75,13 @@ def load_base(
     names = family_names(tier.family)
     model = empty_model(checkpoint.text_config(), names, dtype)
     source = MlxWeights.open(checkpoint, names, parameter_shapes(model))
-    materialise(model, source, dtype, torch.device(device))
+    device = torch.device(device)
+    held = packable(model, source.links, source.quantised) if packed else frozenset()
+    rest = {name: link for name, link in source.links.items() if name not in held}
+    materialise(model, replace(source, links=rest), dtype, device, left=held)
+    if packed:
+        links = {name: source.links[name] for name in held}
+        pack(model, links, lambda module: source.codes(module, device, packed), dtype, device)
     modules = Counter(how.bits for how in source.quantised.values())
     return model, BaseReport(checkpoint.fingerprint(), dict(modules), len(source.dropped))
 
@@ -101,8 +110,14 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors if name in held}
 
 
-def materialise(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill a model on the meta device, tensor by tensor; afterwards it is frozen and in eval mode."""
+def materialise(
+    model: PreTrainedModel,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    left: frozenset[str] = frozenset(),
+) -> None:
+    """Fill a model on the meta device, tensor by tensor, all but the parameters `left`; then it is frozen and in eval mode."""
     for module in model.modules():
         # Buffers outside the state_dict (rotary frequencies) are made by a module's constructor: run it again.
         derived = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
@@ -117,7 +132,7 @@ def materialise(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
     model.tie_weights()
     tensors = (*model.named_parameters(), *model.named_buffers())
-    empty = [f"{name}: no value" for name, tensor in tensors if tensor.is_meta]
+    empty = [f"{name}: no value" for name, tensor in tensors if tensor.is_meta and name not in left]
     raise_problems(f"{type(model).__name__}: left unfilled", empty, "the weight source is incomplete")
     model.requires_grad_(False)
     model.eval()

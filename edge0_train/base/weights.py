@@ -6,10 +6,11 @@ agree with config.json, and every tensor of the file must have exactly its place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
 import torch
 
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -21,6 +22,9 @@ from edge0_train.base.names import FamilyNames, Link
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U32": torch.uint32}
 FLOATS = ("F32", "BF16", "F16")
+Residency = Literal["device", "host", "disk"]
+"""Where the codes of a packed base lie: with what computes, in the host's memory, or mapped from the checkpoint's files."""
+RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
 
 
 class WeightSource(Protocol):
@@ -43,6 +47,42 @@ class Quantisation:
 
     bits: int
     group_size: int
+
+
+@dataclass(frozen=True)
+class Codes:
+    """One quantised matrix, or a stack of them, as MLX stores it.
+
+    Attributes:
+        words: int32, the bits of MLX's uint32 (which torch can't index everywhere): [..., out, in * bits / 32].
+        scales, biases: [..., out, in / group_size].
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    biases: torch.Tensor
+    bits: int
+    group_size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values."""
+        return torch.Size((*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits))
+
+    def pick(self, index: torch.Tensor) -> Codes:
+        """Entries of the first dimension: experts of a stack, rows of an embedding."""
+        index = index.to(self.words.device)
+        return self._map(lambda tensor: tensor[index])
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The values on `device`: float32 arithmetic, rounded once to `dtype`. The codes travel, not their expansion."""
+        if device.type == "meta":
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        there = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return dequantize_once(there.words, there.scales, there.biases, self.bits, self.group_size, dtype)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes:
+        return Codes(change(self.words), change(self.scales), change(self.biases), self.bits, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -107,15 +147,27 @@ class MlxWeights:
 
     def _tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One MLX tensor, dequantised if need be: packed words travel to the device, not their expansion."""
+        module = name.removesuffix(".weight")
+        if module in self.quantised:
+            return self.codes(module, device, "device").dense(dtype, device)
         values = read_tensor(*self.checkpoint.entries[name]).to(device)
-        how = self.quantised.get(name.removesuffix(".weight"))
-        if how is None:
-            _check_finite(self.checkpoint, name, values)
-            return values.to(dtype)
-        scales, biases = (read_tensor(*self.checkpoint.entries[part]).to(device) for part in _sidecars(name))
-        for part, tensor in zip(_sidecars(name), (scales, biases), strict=True):
+        _check_finite(self.checkpoint, name, values)
+        return values.to(dtype)
+
+    def codes(self, module: str, device: torch.device, residency: Residency) -> Codes:
+        """The codes of a quantised MLX module. Raises Edge0Error when scales or biases are not finite."""
+
+        def get(name: str) -> torch.Tensor:
+            read = map_tensor if residency == "disk" else read_tensor
+            tensor = read(*self.checkpoint.entries[name])
+            return tensor.to(device) if residency == "device" else tensor
+
+        sidecars = _sidecars(f"{module}.weight")
+        scales, biases = (get(part) for part in sidecars)
+        for part, tensor in zip(sidecars, (scales, biases), strict=True):
             _check_finite(self.checkpoint, part, tensor)
-        return dequantize_once(values, scales, biases, how.bits, how.group_size, dtype)
+        how = self.quantised[module]
+        return Codes(get(f"{module}.weight").view(torch.int32), scales, biases, how.bits, how.group_size)
 
 
 def read_tensor(header: Header, entry: TensorEntry) -> torch.Tensor:
@@ -124,6 +176,22 @@ def read_tensor(header: Header, entry: TensorEntry) -> torch.Tensor:
     with open_regular(header.path) as file:
         read_exact(file, header.path, entry.start, tensor.view(-1).view(torch.uint8).numpy().data)
     return tensor
+
+
+def map_tensor(header: Header, entry: TensorEntry) -> torch.Tensor:
+    """The same tensor, mapped: its pages are read when they are used, and the kernel may drop them again.
+
+    Raises Edge0Error for a file whose tensors are not aligned to their dtype.
+    """
+    dtype = TORCH_DTYPES[entry.dtype]
+    if entry.start % dtype.itemsize:
+        raise Edge0Error(
+            f"{header.path}: {entry.name} starts at byte {entry.start}, which is no multiple of {dtype.itemsize}, so it can't"
+            " be mapped; set base.residency=host"
+        )
+    # Copy on write: torch wants writable memory, and nothing ever writes to it.
+    raw = np.memmap(header.path, np.uint8, mode="c", offset=entry.start, shape=(entry.end - entry.start,))
+    return torch.from_numpy(raw).view(dtype).view(entry.shape)
 
 
 def _check_finite(checkpoint: Checkpoint, name: str, values: torch.Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Prompts: the generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+"""Prompts: generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+
+The generated tasks are `tasks` (the short ones), or `tasks:chain,add` for some by name.
 
 Train and held-out prompts are split by a hash of the prompt's text, so that no setting of seed or order can move a prompt
 from one side to the other.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,19 +42,81 @@ class Prompts:
     dropped: dict[str, int]
 
 
-def load_prompts(source: str, *, train: int, held_out: int, seed: int) -> Prompts:
+@dataclass(frozen=True)
+class Limit:
+    """Prompts must be shorter than `tokens` (text.max_length), so that there is room for a completion."""
+
+    tokens: int
+    length: Callable[[Prompt], int]
+
+    @property
+    def reason(self) -> str:
+        return f"prompt not below text.max_length={self.tokens}"
+
+    def refuses(self, prompt: Prompt) -> bool:
+        return self.length(prompt) >= self.tokens
+
+
+def load_prompts(source: str, *, train: int, held_out: int, seed: int, limit: Limit | None = None) -> Prompts:
     """At most `train` and `held_out` prompts from `source` (see the module's docstring).
+
+    What `limit` refuses is counted as dropped, and its place goes to a later prompt of the source.
 
     Raises Edge0Error when the source cannot be read or yields no usable prompt on either side.
     """
-    if source == "tasks":
-        sides = {split: tasks.problems(split, seed, n) for split, n in (("train", train), ("eval", held_out))}
-        as_prompts = {
-            split: [Prompt(tuple(tasks.messages(p)), p.task, p.answer) for p in problems]
-            for split, problems in sides.items()
-        }
-        return Prompts(as_prompts["train"], as_prompts["eval"], {})
-    return _split(_rows(source), source, train, held_out, seed)
+    kind, colon, names = source.partition(":")
+    if kind == "tasks":
+        prompts = _from_tasks(names.split(",") if colon else None, train, held_out, seed, limit)
+    else:
+        prompts = _split(_rows(source), train, held_out, seed, limit)
+    for name, side in (("train", prompts.train), ("held-out", prompts.held_out)):
+        if not side and limit and limit.reason in prompts.dropped:
+            raise Edge0Error(
+                f"text.max_length: no {name} prompt is shorter than {limit.tokens} tokens"
+                f" ({prompts.dropped[limit.reason]} prompts dropped); raise it"
+            )
+    if not prompts.train or not prompts.held_out:
+        raise Edge0Error(
+            f"text.prompts: {source!r} gave {len(prompts.train)} train and {len(prompts.held_out)} held-out prompts"
+            f" (dropped: {prompts.dropped or 'none'}); each side needs at least one row with messages"
+        )
+    return prompts
+
+
+MOST_DRAWS = 8
+"""Times as many tasks as are wanted, before it is clear that too few of them fit."""
+
+
+def _from_tasks(chosen: list[str] | None, train: int, held_out: int, seed: int, limit: Limit | None) -> Prompts:
+    sides: list[list[Prompt]] = []
+    dropped: dict[str, int] = {}
+    for split, count in (("train", train), ("eval", held_out)):
+        for draws in (count, MOST_DRAWS * count):  # a longer list of the same seed begins with the shorter one
+            try:
+                problems = tasks.problems(split, seed, draws, chosen)
+            except ValueError as error:
+                raise Edge0Error(f"text.prompts: tasks:{','.join(chosen or ())}: {error}") from error
+            side, refused = _first((Prompt(tuple(tasks.messages(p)), p.task, p.answer) for p in problems), count, limit)
+            if not refused or len(side) == count:
+                break
+        sides.append(side)
+        if limit and refused:
+            dropped[limit.reason] = dropped.get(limit.reason, 0) + refused
+    return Prompts(sides[0], sides[1], dropped)
+
+
+def _first(prompts: Iterable[Prompt], count: int, limit: Limit | None) -> tuple[list[Prompt], int]:
+    """The first `count` prompts within the limit, and how many were refused on the way."""
+    kept: list[Prompt] = []
+    refused = 0
+    for prompt in prompts:
+        if len(kept) == count:
+            break
+        if limit and limit.refuses(prompt):
+            refused += 1
+        else:
+            kept.append(prompt)
+    return kept, refused
 
 
 def _rows(source: str) -> Iterator[Any]:
@@ -72,7 +136,7 @@ def _rows(source: str) -> Iterator[Any]:
         ) from error
 
 
-def _split(rows: Iterable[Any], source: str, train: int, held_out: int, seed: int) -> Prompts:
+def _split(rows: Iterable[Any], train: int, held_out: int, seed: int, limit: Limit | None) -> Prompts:
     sides: dict[bool, list[Prompt]] = {False: [], True: []}
     room = {False: train, True: held_out}
     dropped: dict[str, int] = {}
@@ -89,14 +153,12 @@ def _split(rows: Iterable[Any], source: str, train: int, held_out: int, seed: in
         seen.add(digest)
         is_held_out = int(digest, 16) % EVAL_ONE_IN == 0
         if len(sides[is_held_out]) < room[is_held_out]:
-            sides[is_held_out].append(prompt)
+            if limit and limit.refuses(prompt):
+                dropped[limit.reason] = dropped.get(limit.reason, 0) + 1
+            else:
+                sides[is_held_out].append(prompt)
         if all(len(sides[side]) >= room[side] for side in sides):
             break
-    if not sides[False] or not sides[True]:
-        raise Edge0Error(
-            f"text.prompts: {source!r} gave {len(sides[False])} train and {len(sides[True])} held-out prompts"
-            f" (dropped: {dropped or 'none'}); each side needs at least one row with messages"
-        )
     random.Random(seed).shuffle(sides[False])
     return Prompts(sides[False], sides[True], dropped)
 

@@ -2,12 +2,14 @@
 
 Every task makes a `Problem`: the user's text, a scratchpad that works the answer out step by step, and
 `#answer`. A wrong digit anywhere in the scratchpad normally ruins the answer, so exact match measures the
-whole chain. With the nano tokenizer and chat template one row is at most 64 tokens.
+whole chain. With the nano tokenizer and chat template one row is at most 64 tokens; `chain`, which is not
+among the default tasks, takes up to 256.
 
 Train and eval never share a prompt: the split is a hash of the prompt, whatever the seed. This matters for
 `multiply`, whose whole space (7,920 prompts) is seen many times during training.
 
-Add a task: write `def name(rng: Random) -> Problem` and enter it in `TASKS`.
+Add a task: write `def name(rng: Random) -> Problem` and enter it in `TASKS` (`SHORT_TASKS` is what the embedded
+teacher's tokenizer and the default prompts are made from).
 """
 
 import hashlib
@@ -19,6 +21,7 @@ SPLITS = ("train", "eval")
 EVAL_ONE_IN = 10
 
 NAMES = ("Ann", "Ben", "Eve", "Ida", "Jon", "Kim", "Lea", "Max", "Ray", "Sam", "Tom", "Zoe")
+LABELS = "abcdefghijklmnopqrstuvwxyzABCD"
 THINGS = ("caps", "cups", "eggs", "figs", "hats", "jars", "keys", "mugs", "nuts", "pens", "toys", "yams")
 
 
@@ -118,11 +121,31 @@ def word(rng: Random) -> Problem:
     return _problem("word", f"{story}. How many?", steps, str(have))
 
 
+def chain(rng: Random) -> Problem:
+    """Running sum modulo 100 of 30 digits, each with a letter; every result is written out, 5 tokens a step.
+
+    A step needs the result before it and the digit that the prompt gives for its letter, so one wrong result makes all later
+    ones wrong: errors compound as they do in long reasoning. The letters tell the steps apart; without them a nano model
+    would have to count to find the next digit. The digit follows its letter at once: with a sign in between (`a+8`) the nano
+    teacher learnt to look up the sign, but not the digit. Nothing stands between the steps: with the nano tokenizer a blank
+    and a letter are one token for some letters and two for others.
+    """
+    changes = [(letter, rng.randint(1, 9)) for letter in LABELS]
+    have, steps = 0, []
+    for letter, change in changes:
+        have = (have + change) % 100
+        steps.append(f"{letter}{change}={have:02d}")
+    prompt = "".join(f"{letter}{change}" for letter, change in changes)
+    return _problem("chain", f"Run:{prompt}.", ["".join(steps)], f"{have:02d}")
+
+
+SHORT_TASKS = ("add", "reverse", "multiply", "word")
 TASKS: dict[str, Callable[[Random], Problem]] = {
     "add": add,
     "reverse": reverse,
     "multiply": multiply,
     "word": word,
+    "chain": chain,
 }
 
 
@@ -134,11 +157,11 @@ def split_of(prompt: str) -> str:
 def problems(split: str, seed: int, count: int, tasks: Sequence[str] | None = None) -> list[Problem]:
     """`count` problems of one split; the same arguments give the same list.
 
-    `tasks`: names from `TASKS`, drawn uniformly; None means all of them. Prompts can repeat within a list.
+    `tasks`: names from `TASKS`, drawn uniformly; None means `SHORT_TASKS`. Prompts can repeat within a list.
 
     Raises ValueError for an unknown split or task, an empty list of tasks, or a negative count.
     """
-    names = tuple(TASKS) if tasks is None else tuple(tasks)
+    names = SHORT_TASKS if tasks is None else tuple(tasks)
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; use one of {', '.join(SPLITS)}.")
     if not names:

@@ -18,7 +18,7 @@ from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
-from edge0_train.adapters import input_path, read_input
+from edge0_train.adapters import describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
 from edge0_train.config import Config
 from edge0_train.data.rows import read_data
@@ -35,13 +35,13 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     served with what was exported.
     """
     tier, target = config.tier, Path(config.export.directory)
+    print_plan(config, {"model": str(target), "inputs": describe_inputs(config)})
+    if config.dry_run:
+        return {}
     adapters: dict[Kind, Adapter | None] = {kind: read_input(config, kind, input_path(config, kind)) for kind in KINDS}
     missing = [f"inputs.{kind}" for kind, adapter in adapters.items() if adapter is None]
     if missing:
         raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
-    print_plan(config, {"model": str(target), **{kind: a.path for kind, a in adapters.items() if a}})
-    if config.dry_run:
-        return {}
     student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(config, student)
     _place_base(Path(config.base.directory), target, student.base.fingerprint)

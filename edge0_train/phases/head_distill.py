@@ -20,17 +20,17 @@ import torch
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
-from edge0_train.build import build_student, sketch_student
+from edge0_train.build import build_student, check_text, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, micro_batches, read_data, shuffled
-from edge0_train.loop import Problem, train
+from edge0_train.loop import Backward, Problem, train
 from edge0_train.losses import HEAD_LOSSES, chunked, cross_entropy
 from edge0_train.phases.student_sft import mean_loss
 from edge0_train.plan import Rows, training_plan
 from edge0_train.recall import BASELINES, RecallReport, best_baseline, measure_recall
 from edge0_train.report import print_plan, table
 from edge0_train.run import Run
-from edge0_train.student import PrerouterHeads, StudentPath
+from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
 
 RECALL_ROWS = 64
 """Held-out rows for recall: a few thousand predicted positions per head."""
@@ -64,6 +64,7 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
         return {}
     data, dropped = read_data(config.text.rows, config.text.max_length)
     student = build_student(config, prerouter=input_path(config, "prerouter") if refining else "")
+    check_text(config, student, data)
     path, pad_id, device = student.path, student.chat.pad_id, student.path.model.device
     heads = path.heads
     if heads is None:
@@ -73,25 +74,16 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
     trainable = dict(heads.requires_grad_(True).named_parameters())
     print_plan(config, _plan(config, path, heads, Rows.of_data(data, dropped)))
     order = shuffled(len(data.train), optim.rows, config.seed)
-    loss_of = HEAD_LOSSES[config.heads.loss]
 
     def window(step: int) -> list[HeadBatch]:
         batches = micro_batches(data.train, order(step), optim.micro_rows, pad_id, device, config.text.pack_length)
         return [HeadBatch(b, path.timeline(b.decoded_BT, b.start_BT)[0], len(tier.owners)) for b in batches]
 
-    def loss(micro: HeadBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(micro: HeadBatch, backward: Backward) -> dict[str, float]:
         where = micro.batch.decoded_BT, micro.batch.start_BT
-        routing = path.predicted(*where, capture=True) if refining else path.native(tier.k, *where, capture=True)
-        with torch.no_grad():
-            path.hidden(micro.batch.input_ids_BT, routing, use_cache=False)
-        at_BT = micro.predicted_BT
-        total = torch.zeros((), device=device)
-        for owner in tier.owners:
-            head_NE = heads(owner, routing.features[owner][at_BT])
-            target_NE = routing.router_logits[owner + 1][at_BT]
-            bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
-            total = total + loss_of(tier.router, head_NE, target_NE, tier.k, bias_E)
-        return total, {}
+        routing = path.predicted(*where) if refining else path.native(tier.k, *where)
+        distill(path, heads, routing, micro, config.heads.loss, backward)
+        return {}
 
     held_rows = data.held_out[:RECALL_ROWS]
     held_out = micro_batches(held_rows, np.arange(len(held_rows)), optim.micro_rows, pad_id, device)
@@ -115,6 +107,31 @@ def head_distill(config: Config, run: Run) -> dict[str, Any]:
         {"prerouter": student.prerouter},
     )
     return {**result, **summary, "dropped": dropped}
+
+
+def distill(
+    path: StudentPath, heads: PrerouterHeads, routing: RoutingPass, micro: HeadBatch, loss: str, backward: Backward
+) -> None:
+    """The heads' summed loss on one pass over the base, without gradients through it; `backward` gets one head's at a time.
+
+    A head's loss is taken as soon as the next layer's router has spoken, in the middle of the pass: heads share nothing, so only
+    one owner's features and one head's graph are ever held (for all of the 35b's 33 owners at 8 x 4096 tokens the features
+    alone would be 11 GB).
+
+    Args:
+        loss: name in `HEAD_LOSSES`.
+    """
+    tier, at_BT = path.tier, micro.predicted_BT
+
+    def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
+        bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
+        with torch.enable_grad():
+            head_NE = heads(owner, features_BTF[at_BT])
+            backward(HEAD_LOSSES[loss](tier.router, head_NE, router_BTE[at_BT], tier.k, bias_E))
+
+    routing.pair = pair
+    with torch.no_grad():
+        path.hidden(micro.batch.input_ids_BT, routing, use_cache=False)
 
 
 def _plan(config: Config, path: StudentPath, heads: PrerouterHeads, rows: Rows) -> dict[str, str]:

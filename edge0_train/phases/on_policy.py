@@ -9,7 +9,6 @@ in memory together and a stopped run continues with the very rollouts it had.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,20 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from safetensors.torch import load_file, save
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.provenance import DataSource
-from edge0_train.adapters import hash_files, input_path, write_output
-from edge0_train.build import Student, build_student, build_teacher, sketch_student
+from edge0_train.adapters import describe_inputs, hash_files, input_path, write_output
+from edge0_train.build import Student, build_student, check_tokenizer, sketch_student
 from edge0_train.config import Config
-from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter
 from edge0_train.data.gates import RowHealth, check_rows
 from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled
-from edge0_train.loop import Problem, train
+from edge0_train.loop import Backward, Problem, train
 from edge0_train.losses import (
     chunked,
     forward_kl,
@@ -40,32 +36,20 @@ from edge0_train.losses import (
     reverse_kl,
     reverse_kl_no_tail,
     sampled_token,
-    token_logp,
-    topk_with_tail,
 )
-from edge0_train.phases.student_sft import SAMPLES, lora_parameters
-from edge0_train.phases.teacher_text import drop_long, write_shards
+from edge0_train.phases.scoring import Scored, Scorer, join, score
+from edge0_train.phases.student_sft import (
+    SAMPLES,
+    describe_predictability,
+    lora_parameters,
+    student_routing,
+    weigh_predictability,
+)
+from edge0_train.phases.teacher_text import prompt_limit, write_shards
 from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
-from edge0_train.run import Run, my_share
+from edge0_train.run import Run
 from edge0_train.student import StudentPath, lora_tensors
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The teacher's view of one row's completion of C tokens, in float32.
-
-    Attributes:
-        ids_CS, logp_CS, log_tail_C: its top-k with their log-probabilities, and the log of the mass outside.
-        sampled_C, sampled_logp_C: the token that the student wrote, and the teacher's log-probability of it.
-    """
-
-    ids_CS: torch.Tensor
-    logp_CS: torch.Tensor
-    log_tail_C: torch.Tensor
-    sampled_C: torch.Tensor
-    sampled_logp_C: torch.Tensor
-
 
 BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
 LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
@@ -96,9 +80,6 @@ class ScoredBatch:
 def on_policy(config: Config, run: Run) -> dict[str, Any]:
     """Train the LoRA on its own completions; base and heads stay frozen."""
     tier, optim, rounds = config.tier, config.optim, config.on_policy.rounds
-    prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
-    if not prerouter or not lora:
-        raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
     sample = config.sample
     if config.on_policy.loss == "sampled_token" and (sample.temperature, sample.top_p) != (1.0, 1.0):
         raise Edge0Error(
@@ -108,33 +89,36 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     if optim.steps % rounds:
         raise Edge0Error(f"optim.steps: {optim.steps} is not a multiple of on_policy.rounds={rounds}")
     steps, rows = optim.steps // rounds, optim.rows * optim.steps // rounds
-    prompts = load_prompts(config.text.prompts, train=rows * rounds, held_out=1, seed=config.seed + 1)
-    if not config.dry_run:
-        prompts = drop_long(prompts, Chat(config.base.directory), config)
+    prompts = load_prompts(
+        config.text.prompts,
+        train=rows * rounds,
+        held_out=1,
+        seed=config.seed + 1,
+        limit=prompt_limit(config, config.base.directory),
+    )
     if len(prompts.train) < rows * rounds:
         raise Edge0Error(
-            f"text.prompts: {len(prompts.train)} prompts, but {rounds} rounds of {rows} rows need {rows * rounds};"
-            " lower optim.steps or optim.rows"
+            f"text.prompts: {len(prompts.train)} prompts (dropped: {prompts.dropped or 'none'}), but {rounds} rounds of {rows}"
+            f" rows need {rows * rounds}; lower optim.steps or optim.rows"
         )
     if config.dry_run:
         print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True)))
         return {}
+    prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
+    if not prerouter or not lora:
+        raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
+    check_tokenizer(config)
     student = build_student(config, prerouter=prerouter, lora=lora)
     trainable = lora_parameters(student.path)
     print_plan(config, _plan(config, student.path))
-    teacher = build_teacher(config)
-    teacher_ends = Chat(config.teacher.directory).end_ids
-    if student.chat.end_ids != teacher_ends:
-        raise Edge0Error(
-            f"teacher: end tokens {teacher_ends} are not the student's {student.chat.end_ids}; use one tokenizer"
-        )
+    scorer = Scorer(config, student)
 
     @functools.lru_cache(maxsize=1)
     def prepared(number: int) -> tuple[list[TextRow], list[Scored]]:
         rollout = _rollout(config, run, student, prompts.train[number * rows : (number + 1) * rows], number)
         first = RowHealth.of(_stored(run, 0)) if number else None
         check_rows(rollout, sample, f"student, round {number}", before=first)
-        return rollout, _score(config, run, teacher, student.chat.pad_id, rollout, number)
+        return rollout, score(config, _round(run, number), scorer, student.chat.pad_id, rollout)
 
     def window(step: int) -> list[ScoredBatch]:
         number, step_in_round = divmod(step, steps)
@@ -146,16 +130,12 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     def about(number: int) -> dict[str, float]:
         return {f"rollout_{name}": value for name, value in RowHealth.of(_stored(run, number)).to_dict().items()}
 
-    result = train(
-        run,
-        optim,
-        Problem(
-            trainable,
-            window,
-            loss=functools.partial(_loss, student.path, config.on_policy.loss),
-            evaluate=lambda done: about((done - 1) // steps),
-        ),
-    )
+    def loss(micro: ScoredBatch, backward: Backward) -> dict[str, float]:
+        value, said = _loss(student.path, config.on_policy.loss, micro, config.heads.predictability)
+        backward(value)
+        return said
+
+    result = train(run, optim, Problem(trainable, window, loss, evaluate=lambda done: about((done - 1) // steps)))
     if PartialState().is_main_process:
         run.write_samples([student.chat.shown(row) for row in _stored(run, rounds - 1)[:SAMPLES]])
     write_output(
@@ -178,9 +158,14 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     labels = float(min(longest, config.sample.max_new_tokens))
     rows = Rows(count, 0, longest, labels, longest, {}, assumed=True)
     return {
+        "inputs": describe_inputs(config),
+        "scoring": "the teacher stays loaded"
+        if config.teacher.resident
+        else "the teacher is loaded for each round's scores",
         "rounds": f"{rounds} of {count // rounds} completions (temperature {config.sample.temperature}) and"
         f" {optim.steps // rounds} steps",
-        "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}",
+        "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}"
+        + describe_predictability(config),
         **training_plan(config, path, lora_parameters(path), rows, through_base=True),
     }
 
@@ -202,50 +187,6 @@ def _rollout(config: Config, run: Run, student: Student, prompts: list[Prompt], 
     return write_shards(config, _round(run, number), writer, student.chat, prompts, f"rollout-{number}")
 
 
-def _score(
-    config: Config, run: Run, teacher: StudentPath, pad_id: int, rollout: list[TextRow], number: int
-) -> list[Scored]:
-    """The teacher's view of every row, cached as safetensors batch by batch, each rank its share of the batches."""
-    files = {
-        n: _round(run, number) / f"scores-{n:08d}.safetensors" for n in range(0, len(rollout), config.sample.batch)
-    }
-    missing = [start for start, file in files.items() if not file.exists()]
-    PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
-    for start in my_share(missing):
-        batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
-        with atomic_replace(files[start]) as temporary:
-            temporary.write_bytes(save(_teacher_scores(teacher, batch, config.on_policy.top_k)))
-    PartialState().wait_for_everyone()
-    scores = []
-    for file in files.values():
-        stored = load_file(str(file))
-        lacking = [f.name for f in dataclasses.fields(Scored) if f.name not in stored]
-        if lacking:
-            raise Edge0Error(f"{file}: lacks {', '.join(lacking)}; it is from an older version: delete it and resume")
-        lengths = stored["lengths"].tolist()
-        columns = [stored[f.name].split(lengths) for f in dataclasses.fields(Scored)]
-        scores += [Scored(*row) for row in zip(*columns, strict=True)]
-    return scores
-
-
-@torch.no_grad()
-def _teacher_scores(teacher: StudentPath, batch: Batch, top_k: int) -> dict[str, torch.Tensor]:
-    """The fields of `Scored` at every completion token of the batch, row after row; `lengths` [B] tells the rows apart.
-
-    The teacher is native at its published K.
-    """
-    output = teacher.hidden(batch.input_ids_BT, teacher.native(teacher.tier.base_k), use_cache=False)
-    at_BT = batch.labels_BT != IGNORE
-    hidden_NH, sampled_N = output.last_hidden_state[at_BT], batch.labels_BT[at_BT]
-    parts = []
-    for hidden, sampled in zip(hidden_NH.split(1024), sampled_N.split(1024), strict=True):
-        logits = teacher.model.lm_head(hidden)
-        parts.append((*topk_with_tail(logits, top_k), sampled, token_logp(logits, sampled)))
-    columns = [torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True)]
-    names = [f.name for f in dataclasses.fields(Scored)]
-    return dict(zip(names, columns, strict=True)) | {"lengths": at_BT.sum(1).cpu()}
-
-
 def _window(
     rollout: list[TextRow], scores: list[Scored], indices: np.ndarray, micro_rows: int, student: Student
 ) -> list[ScoredBatch]:
@@ -254,17 +195,20 @@ def _window(
     parts = [indices[i : i + micro_rows] for i in range(0, len(indices), micro_rows)]
     return [
         ScoredBatch(
-            collate([rollout[i] for i in part], student.chat.pad_id, device), _join([scores[i] for i in part], device)
+            collate([rollout[i] for i in part], student.chat.pad_id, device), join([scores[i] for i in part], device)
         )
         for part in parts
     ]
 
 
-def _loss(path: StudentPath, kind: str, micro: ScoredBatch) -> tuple[torch.Tensor, dict[str, float]]:
+def _loss(
+    path: StudentPath, kind: str, micro: ScoredBatch, predictability: float = 0.0
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Summed loss on the student path; to log, the teacher's and the student's mass on the teacher's top-k."""
     batch, scored = micro.batch, micro.scored
     loss, fields = LOSSES[kind]
-    output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT, batch.start_BT), use_cache=False)
+    routing = student_routing(path, batch, predictability)
+    output = path.hidden(batch.input_ids_BT, routing, use_cache=False)
     hidden_NH = output.last_hidden_state[batch.labels_BT != IGNORE]
 
     def with_mass(logits_NV: torch.Tensor, ids_NS: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
@@ -272,10 +216,5 @@ def _loss(path: StudentPath, kind: str, micro: ScoredBatch) -> tuple[torch.Tenso
 
     targets = [getattr(scored, name) for name in fields]
     value, student_mass = chunked(with_mass, hidden_NH, path.model.lm_head, scored.ids_CS, *targets).unbind()
-    return value, {"teacher_mass": float(scored.logp_CS.exp().sum()), "student_mass": float(student_mass.detach())}
-
-
-def _join(scores: list[Scored], device: torch.device) -> Scored:
-    """Scores of several rows, one after the other, as `labels != IGNORE` flattens them."""
-    fields = [f.name for f in dataclasses.fields(Scored)]
-    return Scored(*(torch.cat([getattr(s, name) for s in scores]).to(device) for name in fields))
+    said = {"teacher_mass": float(scored.logp_CS.exp().sum()), "student_mass": float(student_mass.detach())}
+    return weigh_predictability(path, routing, predictability, value, said)

@@ -16,15 +16,15 @@ from accelerate import PartialState
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
-from edge0_train.build import Student, build_student, sketch_student
+from edge0_train.build import Student, build_student, check_text, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, TextRow, micro_batches, read_data, shuffled
-from edge0_train.loop import Problem, train
-from edge0_train.losses import chunked, cross_entropy
+from edge0_train.loop import Backward, Problem, train
+from edge0_train.losses import chunked, cross_entropy, routing_divergence
 from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
-from edge0_train.student import PrerouterHeads, Sampling, StudentPath, generate, lora_tensors
+from edge0_train.student import PrerouterHeads, RoutingPass, Sampling, StudentPath, generate, lora_tensors
 
 HELD_OUT_ROWS = 64
 """Held-out rows for the loss that is logged during training, and that optim.patience goes by."""
@@ -47,6 +47,7 @@ def student_sft(config: Config, run: Run) -> dict[str, Any]:
     student = build_student(
         config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"), new_lora=True
     )
+    check_text(config, student, data)
     path, pad_id, device, heads = student.path, student.chat.pad_id, student.path.model.device, student.path.heads
     if heads is None:
         raise Edge0Error("inputs.prerouter: empty; the student path needs heads: name the file of phase=head_distill")
@@ -56,13 +57,19 @@ def student_sft(config: Config, run: Run) -> dict[str, Any]:
     order = shuffled(len(data.train), optim.rows, config.seed)
     held_rows = data.held_out[:HELD_OUT_ROWS]
     held_out = micro_batches(held_rows, np.arange(len(held_rows)), optim.micro_rows, pad_id, device)
+
+    def loss(batch: Batch, backward: Backward) -> dict[str, float]:
+        value, said = sft_loss(path, batch, config.heads.predictability)
+        backward(value)
+        return said
+
     result = train(
         run,
         optim,
         Problem(
             trainable | head_parameters,
             window=lambda step: micro_batches(data.train, order(step), optim.micro_rows, pad_id, device, pack),
-            loss=lambda batch: (completion_loss(path, batch), {}),
+            loss=loss,
             evaluate=lambda step: {"held_out_loss": mean_loss(path, held_out)},
             rates=dict.fromkeys(head_parameters, config.heads.joint_lr),
             watch="held_out_loss",
@@ -95,7 +102,15 @@ def _plan(config: Config, path: StudentPath, rows: Rows) -> dict[str, str]:
     trainable = lora_parameters(path) | joint_parameters(config, path.heads)
     joint = config.heads.joint_lr
     facts = training_plan(config, path, trainable, rows, through_base=True)
-    return facts | {"heads": f"trained at {joint} of the rate" if joint else "frozen"}
+    return facts | {
+        "heads": (f"trained at {joint} of the rate" if joint else "frozen") + describe_predictability(config)
+    }
+
+
+def describe_predictability(config: Config) -> str:
+    """For the plan's line about heads; empty when off."""
+    weight = config.heads.predictability
+    return f"; loss + {weight} x KL(router || head), summed over {len(config.tier.consumers)} layers" if weight else ""
 
 
 def joint_parameters(config: Config, heads: PrerouterHeads) -> dict[str, torch.nn.Parameter]:
@@ -116,9 +131,38 @@ def lora_parameters(path: StudentPath) -> dict[str, torch.nn.Parameter]:
 
 def completion_loss(path: StudentPath, batch: Batch) -> torch.Tensor:
     """Summed cross-entropy of the completions' tokens on the student path."""
-    output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT, batch.start_BT), use_cache=False)
+    return sft_loss(path, batch)[0]
+
+
+def sft_loss(path: StudentPath, batch: Batch, predictability: float = 0.0) -> tuple[torch.Tensor, dict[str, float]]:
+    """`completion_loss` with the routing's predictability weighed in, and what is to be logged beside it."""
+    routing = student_routing(path, batch, predictability)
+    output = path.hidden(batch.input_ids_BT, routing, use_cache=False)
     at_BT = batch.labels_BT != IGNORE
-    return chunked(cross_entropy, output.last_hidden_state[at_BT], path.model.lm_head, batch.labels_BT[at_BT])
+    value = chunked(cross_entropy, output.last_hidden_state[at_BT], path.model.lm_head, batch.labels_BT[at_BT])
+    return weigh_predictability(path, routing, predictability, value, {})
+
+
+def student_routing(path: StudentPath, batch: Batch, predictability: float) -> RoutingPass:
+    """The batch's pass on the student path; with a weight, one that `weigh_predictability` can use."""
+    routing = path.predicted(batch.decoded_BT, batch.start_BT)
+    routing.keep_logits = predictability > 0
+    return routing
+
+
+def weigh_predictability(
+    path: StudentPath, routing: RoutingPass, weight: float, loss: torch.Tensor, said: dict[str, float]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(loss + weight * `routing_divergence`, `said` with both parts); as they are when the weight is 0.
+
+    Both are sums that the loop divides by the window's labels: the weight is against a label's loss, and no cut of the window
+    changes it.
+    """
+    if not weight:
+        return loss, said
+    divergence = routing_divergence(path.tier, routing)
+    parts = {"loss_alone": float(loss.detach()), "routing_kl": float(divergence.detach())}
+    return loss + weight * divergence, said | parts
 
 
 def greedy_samples(config: Config, student: Student, rows: Sequence[TextRow]) -> list[dict[str, str]]:

@@ -13,12 +13,12 @@ from typing import Any
 from accelerate import PartialState
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.build import build_teacher, check_tokenizer
+from edge0_train.build import build_teacher, check_tokenizer, hash_tokenizer
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter, VllmWriter, Writer
 from edge0_train.data.gates import check_rows
-from edge0_train.data.prompts import Prompt, Prompts, load_prompts
+from edge0_train.data.prompts import Limit, Prompt, Prompts, load_prompts
 from edge0_train.data.rows import TextRow, distinct, read_rows, write_data, write_rows
 from edge0_train.report import print_plan, progress
 from edge0_train.run import Run, my_share
@@ -34,18 +34,26 @@ def teacher_text(config: Config, run: Run) -> dict[str, Any]:
     ends with the same rows.
     """
     sample = config.sample
-    prompts = load_prompts(config.text.prompts, train=sample.prompts, held_out=sample.eval_prompts, seed=config.seed)
-    if config.dry_run and not (Path(config.teacher.directory) / "tokenizer.json").is_file():
-        print_plan(config, _plan(config, prompts))  # a plan without the teacher at hand cannot drop long prompts
-        return {}
-    chat = Chat(config.teacher.directory)
-    prompts = drop_long(prompts, chat, config)
+    prompts = load_prompts(
+        config.text.prompts,
+        train=sample.prompts,
+        held_out=sample.eval_prompts,
+        seed=config.seed,
+        limit=prompt_limit(config, config.teacher.directory),
+    )
     print_plan(config, _plan(config, prompts))
     if config.dry_run:
         return {}
+    chat = Chat(config.teacher.directory)
     writer = _writer(config, chat)
     sides: dict[str, list[TextRow]] = {}
-    card: dict[str, Any] = {"dropped_prompts": prompts.dropped, "duplicate_rows": {}, "health": {}}
+    tokenizer = hash_tokenizer(config.teacher.directory)
+    card: dict[str, Any] = {
+        "tokenizer_sha256": tokenizer,
+        "dropped_prompts": prompts.dropped,
+        "duplicate_rows": {},
+        "health": {},
+    }
     for name, side in (("held_out", prompts.held_out), ("train", prompts.train)):  # the short one first: it fails early
         rows = write_shards(config, run.directory / "shards", writer, chat, side, name)
         if name == "held_out" and PartialState().is_main_process:
@@ -69,24 +77,12 @@ def _plan(config: Config, prompts: Prompts) -> dict[str, str]:
     }
 
 
-def drop_long(prompts: Prompts, chat: Chat, config: Config) -> Prompts:
-    """Without the prompts that leave no room for a completion within text.max_length; they are counted.
-
-    Raises Edge0Error when a side has none left.
-    """
-    limit = config.text.max_length
-    train, held_out = (
-        [prompt for prompt in side if len(chat.prompt_ids(prompt)) < limit]
-        for side in (prompts.train, prompts.held_out)
-    )
-    longer = len(prompts.train) + len(prompts.held_out) - len(train) - len(held_out)
-    for name, side in (("train", train), ("held-out", held_out)):
-        if not side:
-            raise Edge0Error(
-                f"text.max_length: no {name} prompt is shorter than {limit} tokens ({longer} prompts dropped); raise it"
-            )
-    dropped = {**prompts.dropped, f"prompt not below text.max_length={limit}": longer} if longer else prompts.dropped
-    return Prompts(train, held_out, dropped)
+def prompt_limit(config: Config, directory: str) -> Limit | None:
+    """Room for a completion within text.max_length, by the tokenizer of `directory`; None for a dry run that has none at hand."""
+    if config.dry_run and not (Path(directory) / "tokenizer.json").is_file():
+        return None
+    chat = Chat(directory)
+    return Limit(config.text.max_length, lambda prompt: len(chat.prompt_ids(prompt)))
 
 
 def _writer(config: Config, chat: Chat) -> Writer:

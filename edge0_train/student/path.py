@@ -10,6 +10,7 @@ evaluated where it is used, a token-aware head (`Tier.token_aware`) finds the to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,9 @@ class PrerouterState:
     routing: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+Pair = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
 @dataclass
 class RoutingPass:
     """How one forward pass routes, and what it leaves behind.
@@ -46,10 +50,13 @@ class RoutingPass:
         predicted_BT: bool; inputs routed by prediction. None: every layer keeps its own gate.
         previous_valid_BT: bool; inputs whose previous one-hot is input t-1's routing rather than zeros.
         start_BT: bool; first inputs of the documents packed into a row. None: one document a row.
-        capture: keep the owners' features and all routers' logits (head training, recall).
+        capture: keep the owners' features and all routers' logits, to look at them afterwards.
+        keep_logits: keep all routers' logits without the features, which are many times larger.
+        pair: called in the forward with (owner, its features [B, T, F], layer owner + 1's router logits [B, T, E]) as soon as
+            both are there; no more than one owner's features are held (head training, recall).
         state: carried over from the pass before, and to the next one, when decoding with a cache.
         features: {owner: [B, T, F]}; what its head sees to predict layer owner + 1 at input t. router_logits: {layer: [B, T,
-            E]}; every router's own. Both at the same t, so that a head's target needs no shift; filled when `capture`.
+            E]}; every router's own. Both at the same t, so that a head's target needs no shift.
         executed: {layer: int64 [B, T, K]}; the experts that ran.
         predictions: {owner: [B, T, E]}; its head's logits for layer owner + 1 at input t.
     """
@@ -59,6 +66,8 @@ class RoutingPass:
     previous_valid_BT: torch.Tensor | None = None
     start_BT: torch.Tensor | None = None
     capture: bool = False
+    keep_logits: bool = False
+    pair: Pair | None = None
     state: PrerouterState | None = None
     features: dict[int, torch.Tensor] = field(default_factory=dict)
     router_logits: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -179,13 +188,16 @@ class StudentPath:
             served = routing.k == self.tier.k
             weights_NK = weigh(self.tier.router if served else self.tier.router.plain, routed_by_NE, indices_NK)
 
-            if is_owner and (routing.predicted_BT is not None or routing.capture):
+            if routing.pair and layer - 1 in routing.features:
+                router_BTE = logits_NE.float().unflatten(0, self._batch_shape)
+                routing.pair(layer - 1, routing.features.pop(layer - 1), router_BTE)  # nobody needs them afterwards
+            if is_owner and (routing.predicted_BT is not None or routing.capture or routing.pair):
                 # Recomputed as well: gradient checkpointing wants the very tensors saved that the first forward saved.
                 one_hot_source = indices_NK if self.tier.feature_topk == "executed" else own_NK
                 self._publish(layer, args[0], one_hot_source, routing, keep=not recomputing)
             if not recomputing:
                 routing.executed[layer] = indices_NK.unflatten(0, self._batch_shape)
-                if routing.capture:
+                if routing.capture or routing.keep_logits:
                     routing.router_logits[layer] = logits_NE.float().unflatten(0, self._batch_shape)
             return logits_NE, weights_NK.to(output[1].dtype), indices_NK
 
@@ -208,7 +220,7 @@ class StudentPath:
         seen_BTF = _shift(features_BTF, routing.state.features.get(owner) if routing.state else None)
         if self._token_BTH is not None:
             seen_BTF = torch.cat([seen_BTF, self._token_BTH], dim=-1)
-        if routing.capture and keep:
+        if (routing.capture or routing.pair) and keep:
             routing.features[owner] = seen_BTF
         if routing.predicted_BT is None:
             return

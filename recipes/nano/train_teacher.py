@@ -2,8 +2,10 @@
 
     OMP_WAIT_POLICY=PASSIVE python recipes/nano/train_teacher.py
 
-Builds a tokenizer of 384 entries, trains with completion-only loss and a load-balance loss, scores exact
-match on held-out prompts (greedy, KV cache), and writes a directory that both transformers and mlx-lm load.
+Builds a tokenizer of 384 entries, trains in stages (short tasks, then long chains too) with completion-only
+loss and a load-balance loss, scores exact match on held-out prompts (greedy, KV cache), and writes a directory
+that both transformers and mlx-lm load. Each stage leaves a directory `stage<n>` in --work; `--start 1` runs the
+stages after the first one only.
 Shapes: B rows, T tokens, E experts, K chosen experts, L layers, V vocabulary.
 """
 
@@ -14,6 +16,7 @@ import os
 import platform
 import time
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
@@ -26,19 +29,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5MoeForCausa
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
-from edge0_train.data.tasks import TASKS, Problem, is_correct, messages, problems
+from edge0_train.data.tasks import SHORT_TASKS, TASKS, Problem, is_correct, messages, problems
 
 ASSETS = Path(__file__).parents[2] / "edge0_train/assets/nano-teacher"
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCAB = 384
-ROW_TOKENS = 64  # the torch delta rule works in chunks of 64, so a longer row would cost twice as much
-BATCH = 32
+ROW_TOKENS = {name: 256 if name == "chain" else 64 for name in TASKS}  # the torch delta rule has chunks of 64
 BALANCE = 0.02
-MUON_LR, ADAMW_LR = 0.02, 3e-3
+MUON_LR, ADAMW_LR = 0.02, 3e-3  # at the first stage's peak
 WARMUP = 50
 EXPERTS = "grouped_mm"  # of transformers: 0.65 s per step here, 0.70 s by its loop over experts
-EVAL_SEED, EVAL_COUNT = 10_000, 512
-MAX_NEW_TOKENS = 48
+EVAL_SEED, EVAL_COUNT, EVAL_CHAINS = 10_000, 512, 256
+MAX_NEW_TOKENS = {name: 160 if name == "chain" else 48 for name in TASKS}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A schedule of its own, warm-up to decay.
+
+    buckets: task names -> rows of every step; each bucket is a forward pass, so that short rows are not padded to long
+    ones, and counts the same in the loss. rate: of the peak learning rates.
+    """
+
+    steps: int
+    buckets: dict[tuple[str, ...], int]
+    rate: float = 1.0
+
+
+STAGES = (
+    Stage(1400, {SHORT_TASKS: 32}),
+    Stage(650, {SHORT_TASKS: 20, ("chain",): 8}, rate=0.5),
+    Stage(250, {SHORT_TASKS: 32, ("chain",): 2}, rate=0.25),
+)
+"""The short tasks; chains, at a rate that costs the short tasks some of their accuracy; and that accuracy again."""
 
 # `generation` marks what the assistant says itself: its text and the token that ends the turn.
 CHAT_TEMPLATE = """\
@@ -103,13 +126,16 @@ def build_tokenizer(seed: int) -> Qwen3_5Tokenizer:
 def encode_rows(tokenizer, batch: list[Problem]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(ids_BT, mask_BT, labels_BT)`, right-padded; labels are -100 outside the assistant's turn.
 
-    Raises ValueError when a row is longer than `ROW_TOKENS`.
+    Raises ValueError when a row is longer than `ROW_TOKENS` of its task.
     """
     chats = [[*messages(p), {"role": "assistant", "content": p.completion}] for p in batch]
     rows = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=True)
+    for problem, ids in zip(batch, rows["input_ids"], strict=True):
+        if len(ids) > ROW_TOKENS[problem.task]:
+            raise ValueError(
+                f"a row has {len(ids)} tokens; shorten task {problem.task} to at most {ROW_TOKENS[problem.task]}."
+            )
     longest = max(map(len, rows["input_ids"]))
-    if longest > ROW_TOKENS:
-        raise ValueError(f"a row has {longest} tokens; shorten the task to at most {ROW_TOKENS}.")
     ids_BT = torch.zeros(len(batch), longest, dtype=torch.long)
     mask_BT, labels_BT = torch.zeros_like(ids_BT), torch.full_like(ids_BT, -100)
     for i, (ids, own) in enumerate(zip(rows["input_ids"], rows["assistant_masks"], strict=True)):
@@ -237,34 +263,39 @@ def losses(model, ids_BT, mask_BT, labels_BT) -> tuple[torch.Tensor, torch.Tenso
     return cross_entropy, torch.stack(balance).mean() / chosen
 
 
-def train(model, tokenizer, steps: int, seed: int) -> dict[str, float]:
-    """Train in place; returns the last losses and the cost in wall and CPU seconds."""
-    optimisers = build_optimisers(model)
-    peaks = [optimiser.param_groups[0]["lr"] for optimiser in optimisers]
-    data = problems("train", seed, steps * BATCH)
+def train(model, tokenizer, stage: Stage, seed: int) -> dict[str, float]:
+    """Train in place; returns the last losses (means over buckets) and the cost in wall and CPU seconds."""
+    steps, optimisers = stage.steps, build_optimisers(model)
+    peaks = [optimiser.param_groups[0]["lr"] * stage.rate for optimiser in optimisers]
+    data = {tasks: problems("train", seed, steps * rows, tasks) for tasks, rows in stage.buckets.items()}
     wall, cpu, tokens, recent = time.perf_counter(), time.process_time(), 0, []
     model.train()
     for step in range(steps):
-        ids_BT, mask_BT, labels_BT = encode_rows(tokenizer, data[step * BATCH : (step + 1) * BATCH])
-        cross_entropy, balance = losses(model, ids_BT, mask_BT, labels_BT)
-        (cross_entropy + BALANCE * balance).backward()
+        parts = []
+        for tasks, rows in stage.buckets.items():
+            batch = encode_rows(tokenizer, data[tasks][step * rows : (step + 1) * rows])
+            cross_entropy, balance = losses(model, *batch)
+            ((cross_entropy + BALANCE * balance) / len(stage.buckets)).backward()
+            tokens += int(batch[1].sum())
+            parts.append((cross_entropy.item(), balance.item()))
         for optimiser, peak in zip(optimisers, peaks, strict=True):
             optimiser.param_groups[0]["lr"] = peak * lr_factor(step, steps)
             optimiser.step()
             optimiser.zero_grad()
-        tokens += int(mask_BT.sum())
-        recent = [*recent[-49:], cross_entropy.item()]
+        recent = [*recent[-49:], parts]
+        loss_P, balance_P = torch.tensor(recent, dtype=torch.float64).mean(0).unbind(-1)
         if (step + 1) % 50 == 0 or step + 1 == steps:
             seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
             eta = seconds / (step + 1) * (steps - step - 1)
             print(
-                f"step {step + 1}/{steps} loss {sum(recent) / len(recent):.4f} balance {balance.item():.3f} "
+                f"step {step + 1}/{steps} loss {' '.join(f'{loss:.4f}' for loss in loss_P)} "
+                f"balance {balance_P.mean():.3f} "
                 f"tokens/s {tokens / seconds:.0f} (per CPU s {tokens / cpu_seconds:.0f}) eta {eta:.0f} s",
                 flush=True,
             )
     return {
-        "loss": sum(recent) / len(recent),
-        "balance": balance.item(),
+        "loss": loss_P.mean().item(),
+        "balance": balance_P.mean().item(),
         "tokens": tokens,
         "wall_s": time.perf_counter() - wall,
         "cpu_s": time.process_time() - cpu,
@@ -277,15 +308,15 @@ def train(model, tokenizer, steps: int, seed: int) -> dict[str, float]:
 @torch.no_grad()
 def complete(model, tokenizer, batch: list[Problem]) -> list[str]:
     """Greedy completions with the KV cache. Prompts of one length run together, so nothing is padded."""
-    by_length = defaultdict(list)
+    alike = defaultdict(list)
     for i, problem in enumerate(batch):
         ids = tokenizer.apply_chat_template(messages(problem), add_generation_prompt=True)["input_ids"]
-        by_length[len(ids)].append((i, ids))
+        alike[len(ids), MAX_NEW_TOKENS[problem.task]].append((i, ids))
     texts = [""] * len(batch)
-    for group in by_length.values():
+    for (_, max_new_tokens), group in alike.items():
         ids_BT = torch.tensor([ids for _, ids in group])
         out_BT = model.generate(
-            ids_BT, attention_mask=torch.ones_like(ids_BT), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
+            ids_BT, attention_mask=torch.ones_like(ids_BT), do_sample=False, max_new_tokens=max_new_tokens
         )
         decoded = tokenizer.batch_decode(out_BT[:, ids_BT.shape[1] :], skip_special_tokens=True)
         for (i, _), text in zip(group, decoded, strict=True):
@@ -332,7 +363,7 @@ def save(model, tokenizer, out: Path) -> None:
         if name != "lm_head.weight"
     }
     safetensors.torch.save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    text = model.config.to_dict() | {"full_attention_interval": 4, "dtype": "bfloat16"}
+    text = model.config.to_dict() | {"full_attention_interval": 4, "dtype": "bfloat16", "_name_or_path": ""}
     text.pop("transformers_version", None)
     config = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -392,10 +423,19 @@ def cpu_name() -> str:
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def model_card(args, cost: dict, scores: dict, difference: float | None, parameters: int) -> str:
+def _rows_of(stage: Stage) -> str:
+    return " + ".join(f"{rows} of {', '.join(tasks)}" for tasks, rows in stage.buckets.items())
+
+
+def model_card(args, costs: list[dict], scores: dict, difference: float | None, parameters: int) -> str:
     """README.md of the result; every number comes from this run."""
     rows = "\n".join(f"| {task} | {right / n:.3f} | {right}/{n} |" for task, (right, n) in scores.items())
-    command = f"--steps {args.steps} --seed {args.seed} --threads {args.threads}"
+    command = f"--seed {args.seed} --threads {args.threads}"
+    stages = "\n".join(
+        f"| {_rows_of(stage)} | {stage.steps} | {stage.rate} | {cost['tokens']:,} | {cost['loss']:.4f}"
+        f" | {cost['balance']:.3f} | {cost['wall_s']:.0f} | {cost['cpu_s']:.0f} |"
+        for stage, cost in zip(STAGES, costs, strict=True)
+    )
     mlx = "mlx-lm was not installed" if difference is None else f"relative L2 of the logits {difference:.1e}"
     return f"""---
 license: apache-2.0
@@ -412,35 +452,37 @@ assistant.
 vocabulary 384, tied embeddings, bf16.
 
 ## Tasks
-Addition of 2-3 digits, reversal of 4-8 digits, 2-3 digits times one digit, word problems of one or two steps;
-each with a scratchpad, then `#answer`. Generated by `edge0_train/data/tasks.py`; no other data was used.
+Addition of 2-3 digits, reversal of 4-8 digits, 2-3 digits times one digit, word problems of one or two steps, and
+chains: a running sum of 30 digits in answers of 154 tokens. Each with a scratchpad, then `#answer`.
+Generated by `edge0_train/data/tasks.py`; no other data was used.
 
 ## Result
 Exact match of greedy completions on the eval split (prompts that training cannot have seen: split by a hash
-of the prompt), seed {EVAL_SEED}, from these bf16 weights computed in float32:
+of the prompt), seed {EVAL_SEED}, from these bf16 weights computed in float32; `short` is all but the chains:
 
 | task | exact match | count |
 |---|---|---|
 {rows}
 
-Mean training loss of the last 50 steps {cost["loss"]:.4f} nats per assistant token; load-balance loss
-{cost["balance"]:.3f} (1 = even).
 transformers against mlx-lm in float32: {mlx}.
 
 ## How it was made
 `OMP_WAIT_POLICY=PASSIVE python recipes/nano/train_teacher.py {command}`
 
-{args.steps} steps of {BATCH} rows, {cost["tokens"]:,} tokens, seed {args.seed}; learning rates
-Muon {MUON_LR}, AdamW {ADAMW_LR}, warm-up of {WARMUP} steps, then linear to 0; load-balance weight {BALANCE};
-experts `{EXPERTS}`.
-Training took {cost["wall_s"]:.0f} s of wall time and {cost["cpu_s"]:.0f} s of CPU time with {args.threads}
-thread(s) on {cpu_name()} ({os.cpu_count()} cores), Python {platform.python_version()},
-torch {torch.__version__},
-transformers {transformers.__version__}, tokenizers {tokenizers.__version__}.
+| rows of a step | steps | rate | tokens | loss | balance | wall s | CPU s |
+|---|---|---|---|---|---|---|---|
+{stages}
+
+Seed {args.seed}; each stage starts from the bf16 weights of the one before, warms up over {WARMUP} steps and decays to
+0; learning rates Muon {MUON_LR}, AdamW {ADAMW_LR}, times `rate`; load-balance weight {BALANCE}; experts `{EXPERTS}`.
+`loss` is the mean of the last 50 steps in nats per assistant token (mean over the kinds of rows), `balance` the
+load-balance loss (1 = even). {args.threads} thread(s) on {cpu_name()} ({os.cpu_count()} cores), Python
+{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, tokenizers
+{tokenizers.__version__}.
 
 ## Limits
 Knows these prompt forms and nothing else: other wording, larger numbers or a second turn give nonsense. Rows
-in training were at most {ROW_TOKENS} tokens. Another CPU type, version or thread count gives other weights.
+in training were at most {max(ROW_TOKENS.values())} tokens. Another CPU type, version or thread count gives other weights.
 
 ## License
 Apache-2.0
@@ -452,8 +494,11 @@ Apache-2.0
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1400, help="optimiser steps of 32 rows")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, tokenizer and data")
+    parser.add_argument("--work", type=Path, default=Path("runs/nano-teacher"), help="for what the stages leave")
+    parser.add_argument("--start", type=int, default=0, help="go on after this stage, which lies in --work already")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, tokenizer and data (stage n draws with seed + n - 1)"
+    )
     parser.add_argument("--out", type=Path, default=ASSETS, help="directory to write")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     return parser.parse_args(argv)
@@ -465,24 +510,33 @@ def main(argv: list[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()  # not the notes on missing GPU kernels
     transformers.logging.disable_progress_bar()
     tokenizer = build_tokenizer(args.seed)
-    model = build_model(args.seed)
+    places = [args.work / f"stage{number}" for number in range(len(STAGES) + 1)]
+    model = load_checked(places[args.start]) if args.start else build_model(args.seed)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {2 * parameters / 1e6:.1f} MB in bf16")
-    print(f"{args.steps} steps x {BATCH} rows = {args.steps * BATCH:,} rows of at most {ROW_TOKENS} tokens")
     print(f"seed {args.seed}, {args.threads} thread(s), writes {args.out}", flush=True)
 
-    cost = train(model, tokenizer, args.steps, args.seed)
+    costs = [json.loads((place / "cost.json").read_text()) for place in places[1 : args.start + 1]]
+    for number, stage in enumerate(STAGES[args.start :], args.start + 1):
+        print(f"stage {number}: {stage.steps} steps of {_rows_of(stage)} rows", flush=True)
+        model.set_experts_implementation(EXPERTS)
+        costs.append(train(model, tokenizer, stage, args.seed + number - 1))
+        save(model, tokenizer, places[number])
+        (places[number] / "cost.json").write_text(json.dumps(costs[-1]) + "\n")
+        model = load_checked(places[number])
     save(model, tokenizer, args.out)
     check_tokenizer(tokenizer, args.out)
-    loaded = load_checked(args.out)
-    scores = evaluate(loaded, tokenizer, problems("eval", EVAL_SEED, EVAL_COUNT))
-    difference = mlx_difference(loaded, tokenizer, args.out)
+    short, long = problems("eval", EVAL_SEED, EVAL_COUNT), problems("eval", EVAL_SEED, EVAL_CHAINS, ["chain"])
+    scores = evaluate(model, tokenizer, short)
+    scores = scores | {"short": scores.pop("all")} | {"chain": evaluate(model, tokenizer, long)["chain"]}
+    difference = mlx_difference(model, tokenizer, args.out)
     if difference is not None and difference > 1e-5:
         raise AssertionError(f"mlx-lm's logits differ by relative L2 {difference:.1e}; want at most 1e-5.")
-    (args.out / "README.md").write_text(model_card(args, cost, scores, difference, parameters))
+    (args.out / "README.md").write_text(model_card(args, costs, scores, difference, parameters))
     for task, (right, count) in scores.items():
         print(f"exact match {task}: {right / count:.3f} ({right}/{count})")
-    print(f"training took {cost['wall_s']:.0f} s wall, {cost['cpu_s']:.0f} s CPU")
+    wall, cpu = (sum(cost[unit] for cost in costs) for unit in ("wall_s", "cpu_s"))
+    print(f"training took {wall:.0f} s wall, {cpu:.0f} s CPU")
     print(f"relative L2 of mlx-lm's logits: {difference}")
 
 

@@ -18,10 +18,10 @@ from edge0_train.adapters import write_output
 from edge0_train.build import build_student
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, micro_batches, read_data, shuffled
-from edge0_train.loop import Problem, train
-from edge0_train.losses import HEAD_LOSSES, chunked, cross_entropy
-from edge0_train.phases.evaluate import warm_heads
-from edge0_train.phases.head_distill import HeadBatch
+from edge0_train.loop import Backward, Problem, train
+from edge0_train.losses import chunked, cross_entropy
+from edge0_train.measure.bench import warm_heads
+from edge0_train.phases.head_distill import HeadBatch, distill
 from edge0_train.phases.student_sft import lora_parameters
 from edge0_train.run import Run
 from edge0_train.student import lora_tensors
@@ -67,7 +67,7 @@ class Arm:
 
     Attributes:
         what: in words. heads, lora: nodes whose adapters run; empty: none. native_k: own gates with that K instead of heads.
-        teacher, k, merged: see `edge0_train.phases.evaluate.Stage`. extras: further measurements: survival, drift, overlap.
+        teacher, k, merged: see `edge0_train.measure.bench.Stage`. extras: further measurements: survival, drift, overlap.
     """
 
     what: str
@@ -110,11 +110,11 @@ def native_sft(config: Config, run: Run) -> dict[str, Any]:
     path, pad_id = student.path, student.chat.pad_id
     order = shuffled(len(data.train), optim.rows, config.seed)
 
-    def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(batch: Batch, backward: Backward) -> dict[str, float]:
         output = path.hidden(batch.input_ids_BT, path.native(tier.k), use_cache=False)
         at_BT = batch.labels_BT != IGNORE
-        value = chunked(cross_entropy, output.last_hidden_state[at_BT], path.model.lm_head, batch.labels_BT[at_BT])
-        return value, {}
+        backward(chunked(cross_entropy, output.last_hidden_state[at_BT], path.model.lm_head, batch.labels_BT[at_BT]))
+        return {}
 
     window = lambda step: micro_batches(data.train, order(step), optim.micro_rows, pad_id, path.model.device)  # noqa: E731
     result = train(run, optim, Problem(lora_parameters(path), window, loss))
@@ -138,16 +138,10 @@ def heads_after_lora(config: Config, run: Run) -> dict[str, Any]:
         batches = micro_batches(data.train, order(step), optim.micro_rows, pad_id, path.model.device)
         return [HeadBatch(b, path.timeline(b.decoded_BT, b.start_BT)[0], len(tier.owners)) for b in batches]
 
-    def loss(micro: HeadBatch) -> tuple[torch.Tensor, dict[str, float]]:
-        routing = path.native(tier.k, micro.batch.decoded_BT, micro.batch.start_BT, capture=True)
-        with torch.no_grad():
-            path.hidden(micro.batch.input_ids_BT, routing, use_cache=False)
-        total = torch.zeros((), device=path.model.device)
-        for owner in tier.owners:
-            head_NE = heads(owner, routing.features[owner][micro.predicted_BT])
-            target_NE = routing.router_logits[owner + 1][micro.predicted_BT]
-            total = total + HEAD_LOSSES[config.heads.loss](tier.router, head_NE, target_NE, tier.k)
-        return total, {}
+    def loss(micro: HeadBatch, backward: Backward) -> dict[str, float]:
+        routing = path.native(tier.k, micro.batch.decoded_BT, micro.batch.start_BT)
+        distill(path, heads, routing, micro, config.heads.loss, backward)
+        return {}
 
     result = train(run, optim, Problem(dict(heads.named_parameters()), window, loss))
     source = DataSource(data.card["fingerprint"], len(data.train))
@@ -161,6 +155,10 @@ FROZEN = ("heads.joint_lr=0",)
 JOINT = ("heads.joint_lr=0.3",)
 COLLAPSED = ("sample.max_truncated=1", "sample.max_repetitive=1", "sample.max_growth=1000")
 """For runs that are here to show a collapse: without these the gates stop them."""
+
+
+PREDICTABLE = {"weak": 0.01, "strong": 0.1}
+"""Weights of heads.predictability; at the first the routing's divergence weighs about as much as the cross-entropy."""
 
 
 @functools.cache
@@ -192,6 +190,17 @@ def nodes(budget: Budget) -> dict[str, Node]:
         # As many completions as phase 3 trains on, in steps of half as many rows.
         "more_sft": replace(frozen, lora="paper_sft", overrides=(f"optim.steps={2 * budget.policy_steps}", *FROZEN)),
     }
+    for name, weight in PREDICTABLE.items():
+        made[f"predictable_{name}"] = replace(
+            made["ours_sft"], overrides=(sft, *JOINT, f"heads.predictability={weight}")
+        )
+    made["predictable_frozen"] = replace(
+        frozen, overrides=(sft, *FROZEN, f"heads.predictability={PREDICTABLE['weak']}")
+    )
+    for loss in ("bce", "kl_margin"):
+        made[f"heads_{loss}"] = replace(distill, overrides=(heads, f"heads.loss={loss}"))
+    for name, parent in (("kl_sft", "heads"), ("bce_sft", "heads_bce")):
+        made[name] = replace(made["ours_sft"], heads=parent)
     for loss in ("forward_kl", "reverse_kl_no_tail", "sampled_token"):
         made[loss] = replace(on_policy, overrides=(*policy, f"on_policy.loss={loss}"))
     # The teacher's top 32 of 384 hold .9999 of its mass: only with few tokens is there a tail to speak of.
@@ -232,6 +241,15 @@ ARMS: dict[str, Arm] = {
     "k8_trained": Arm("heads and SFT trained for K=8", "heads_k8", "sft_k8", k=8),
     "top2": Arm("on-policy with the teacher's top 2", "heads", "top2"),
     "top2_no_tail": Arm("on-policy with the top 2, no tail", "heads", "top2_no_tail"),
+    "heads_bce": Arm("heads by BCE, without LoRA", "heads_bce", extras=("drift",)),
+    "heads_kl_margin": Arm("heads by KL + margin, without LoRA", "heads_kl_margin", extras=("drift",)),
+    "kl_sft": Arm("heads by KL, joint SFT", "kl_sft", "kl_sft", extras=("drift",)),
+    "bce_sft": Arm("heads by BCE, joint SFT", "bce_sft", "bce_sft", extras=("drift",)),
+    "predictable_weak": Arm("ours, SFT, predictability .01", "predictable_weak", "predictable_weak", extras=("drift",)),
+    "predictable_strong": Arm(
+        "ours, SFT, predictability .1", "predictable_strong", "predictable_strong", extras=("drift",)
+    ),
+    "predictable_frozen": Arm("paper, SFT, predictability .01", "heads", "predictable_frozen", extras=("drift",)),
     "ours_merged": Arm("ours, LoRA merged and requantised", "ours_sft", "ours", merged=True),
 }
 

@@ -34,17 +34,10 @@ from edge0_train.cli import run_phase
 from edge0_train.config import Config, config_directory, read_config
 from edge0_train.data.rows import read_data
 from edge0_train.loop import Interrupted
-from edge0_train.phases.evaluate import (
-    Bench,
-    Stage,
-    adjacent_overlap,
-    feature_drift,
-    load_heads,
-    measure,
-    open_bench,
-    running,
-    survival,
-)
+from edge0_train.measure.bench import Bench, Stage, load_heads, open_bench, running
+from edge0_train.measure.quality import measure
+from edge0_train.measure.routing import adjacent_overlap, feature_drift
+from edge0_train.measure.survival import survival
 from edge0_train.report import table
 from edge0_train.run import open_run, write_json, write_text
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, Arm, Budget, needed, nodes

@@ -134,13 +134,15 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds:
             raise AssertionError("the process ended before it wrote what the test waits for")
 
 
-def test_two_ranks_equal_one(chain: Path, tmp_path: Path) -> None:
-    """Two gloo processes share the micro-batches of every step; the LoRA is the one process's, up to float error."""
-    where = (f"root={chain}", f"run_dir={tmp_path / 'run'}", *phase_settings("student_sft", STEPS["student_sft"]))
+@pytest.mark.parametrize("phase", ["head_distill", "student_sft", "on_policy"])
+def test_two_ranks_equal_one(chain: Path, tmp_path: Path, phase: str) -> None:
+    """Two gloo processes share micro-batches, rollouts and scores; the adapter is the one process's, up to float error."""
+    kind = "prerouter" if phase.startswith("head") else "lora"
+    where = (f"root={chain}", f"run_dir={tmp_path / 'run'}", *phase_settings(phase, STEPS[phase]))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "edge0_train"]
-    subprocess.run([*launch, "phase=student_sft", *where], check=True, timeout=300, capture_output=True)
-    two = read_adapter(tmp_path / "run" / "lora_edge0_nano.safetensors", "lora").tensors
-    one = read_adapter(chain / "student_sft" / "lora_edge0_nano.safetensors", "lora").tensors
+    subprocess.run([*launch, f"phase={phase}", *where], check=True, timeout=300, capture_output=True)
+    two = read_adapter(tmp_path / "run" / f"{kind}_edge0_nano.safetensors", kind).tensors
+    one = read_adapter(chain / phase / f"{kind}_edge0_nano.safetensors", kind).tensors
     for key, value in one.items():
         difference = np.abs(value.astype(np.float32) - two[key].astype(np.float32)).max()
         assert difference <= 2e-3 * np.abs(value).max(), (key, difference)

@@ -21,6 +21,7 @@ from mlx_lm.models import qwen3_5_moe
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from edge0_runtime.contract.tier import Tier
+from edge0_runtime.engine import Engine
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +146,21 @@ def plain_model() -> Callable[[Path, int], Any]:
         return model
 
     return load
+
+
+@pytest.fixture(scope="session")
+def budget() -> Callable[..., float]:
+    """budget(directory, slots, **flags of Engine.load) -> GiB in which exactly that many experts fit."""
+    known: dict[str, Any] = {}
+
+    def gib(directory: Path, slots: int, **flags: bool | str) -> float:
+        key = repr((directory, sorted(flags.items())))
+        if key not in known:
+            with Engine.load(directory, **flags) as engine:
+                known[key] = engine.model.plan
+        return (known[key].fixed_bytes + (slots + 0.5) * known[key].slot_nbytes) / 2**30
+
+    return gib
 
 
 @pytest.fixture

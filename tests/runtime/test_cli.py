@@ -56,10 +56,19 @@ def test_tiers_gives_the_published_numbers_of_35b(run):
     assert data["owners"] == list(range(6, 39)) and data["consumers"] == list(range(7, 39))
 
 
+def test_tiers_gives_the_published_numbers_of_8b(run):
+    data = json_of(run("tiers", "8b", "--json"))
+    assert (data["heads"]["count"], data["heads"]["payload_bytes"]) == (16, 38_797_312)
+    assert (data["lora_file"]["pairs"], data["lora_file"]["payload_bytes"]) == (153, 16_379_904)
+    assert data["owners"] == list(range(7, 23)) and data["consumers"] == list(range(8, 24))
+    assert data["router"] == {"kind": "sigmoid_group", "n_group": 8, "topk_group": 4, "scaling": 2.5}
+    assert (data["feature_topk"], data["first_token"]) == ("teacher", "predicted")
+
+
 def test_tiers_lists_all_and_knows_no_others(run):
     _, text, _ = run("tiers")
     names = [line.split(":")[0] for line in text.splitlines()]
-    assert {"35b", "nano"} <= set(names)
+    assert {"35b", "8b", "nano", "nano-ling"} <= set(names)
     assert [tier["name"] for tier in json_of(run("tiers", "--json"))] == names
     assert run("tiers", "36b") == (2, "", f"error: tier: '36b' is unknown; choose one of {', '.join(names)}\n")
 
@@ -176,10 +185,10 @@ def test_an_adapter_can_be_left_out(run, tiny_dir, tmp_path, flag):
     assert code == 2 and f"--no-{kind}" in err
 
 
-def test_a_small_memory_budget_changes_nothing_but_speed(run, tiny_dir):
+def test_a_small_memory_budget_changes_nothing_but_speed(run, tiny_dir, budget):
     arguments = ("generate", tiny_dir, "--prompt-ids", "5,6,7", "--max-tokens", 8, "--ignore-eos", "--json")
     all_in = json_of(run(*arguments))["ids"]
-    assert json_of(run(*arguments, "--memory-budget", 1e-4))["ids"] == all_in
+    assert json_of(run(*arguments, "--memory-budget", budget(tiny_dir, 1)))["ids"] == all_in
 
 
 # -- chat --------------------------------------------------------------------------------------------------
@@ -321,8 +330,11 @@ def test_serve_answers_and_ends_cleanly_on_sigterm(tiny_dir):
     command = [sys.executable, "-m", "edge0_runtime", "serve", str(tiny_dir), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         lines = iter(process.stderr.readline, "")
-        assert "expert cache" in next(lines)  # the plan
-        url = next(lines).split("serving edge0-tiny at ")[1].strip()
+        plan = ""
+        while "serving edge0-tiny at " not in (line := next(lines)):
+            plan += line
+        assert "memory budget" in plan
+        url = line.split("serving edge0-tiny at ")[1].strip()
         body = {"messages": [{"role": "user", "content": "1+1"}], "max_tokens": 4}
         answer = httpx.post(f"{url}/chat/completions", json=body, timeout=60).json()
         assert answer["model"] == "edge0-tiny" and answer["usage"]["completion_tokens"] <= 4

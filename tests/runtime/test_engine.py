@@ -257,7 +257,7 @@ def test_a_memory_budget_must_be_a_positive_number(tiny_dir: Path, budget: float
 
 
 def test_the_plan_says_what_is_served(engine: Engine) -> None:
-    assert engine.plan().startswith("tier tiny: K 2, 2 layers predicted, LoRA on 31 modules; expert cache")
+    assert engine.plan().startswith("tier tiny: K 2, 2 layers predicted, LoRA on 31 modules; arm prerouter")
 
 
 def test_memory_is_given_back_after_every_request(engine: Engine, prompts: list[list[int]]) -> None:

@@ -130,9 +130,11 @@ def test_requests_that_are_not_isolated_are_noticed(
     ]
 
 
-def test_bench_counts_what_the_engine_did(tiny_dir: Path, prompts: list[list[int]]) -> None:
+def test_bench_counts_what_the_engine_did(
+    tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]]
+) -> None:
     one_expert = 13_824
-    with Engine.load(tiny_dir, memory_budget=one_expert / 2**30) as engine:
+    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 1)) as engine:
         rows = list(bench(engine, prompts[2:], max_tokens=5))
     assert json.loads(json.dumps(rows)) == rows
     for row, prompt in zip(rows, prompts[2:], strict=True):

@@ -24,6 +24,13 @@ from tests.tiny_models import TEACHER
 Make = Callable[..., Config]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Whatever a phase that ran in this process before has set."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def make_config(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Configuration of a nano phase below a root that holds base, teacher text and heads; overrides as on the command line."""

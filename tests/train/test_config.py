@@ -78,6 +78,20 @@ def test_nano_needs_nothing_on_the_command_line():
         assert made.teacher.directory == str(ROOT / "edge0_train/assets/nano-teacher")
 
 
+@pytest.mark.parametrize("name", names("experiment"))
+def test_every_experiment_composes_and_changes_something(name):
+    """Whatever the order of the words; the command line wins over the experiment too."""
+    plain, made = config("phase=student_sft"), config("phase=student_sft", f"experiment={name}")
+    assert made != plain and (made.phase, made.tier.name) == ("student_sft", "nano")
+    assert config(f"experiment={name}", "phase=student_sft") == made
+    assert config(f"experiment={name}", "heads.predictability=0.5").heads.predictability == 0.5
+
+
+def test_predictability_is_an_experiment_and_off_by_default():
+    assert config("phase=student_sft").heads.predictability == 0
+    assert config("phase=student_sft", "experiment=predictable").heads.predictability == 0.01
+
+
 def test_overrides_on_the_command_line_win_over_everything():
     made = config("phase=on_policy", "optim.lr=7", "optim.steps=8", "tier.k=3", "root=/r", "sample.batch=5")
     assert (made.optim.lr, made.optim.steps, made.tier.k, made.sample.batch) == (7.0, 8, 3, 5)

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.data import tasks
-from edge0_train.data.prompts import Prompt, load_prompts
+from edge0_train.data.prompts import Limit, Prompt, load_prompts
 from edge0_train.data.rows import (
     IGNORE,
     TextRow,
@@ -56,6 +56,14 @@ def test_tasks_are_split_and_checkable():
     assert not texts(other.train) & texts(prompts.held_out) and not texts(prompts.train) & texts(other.held_out)
     assert prompts == load_prompts("tasks", train=200, held_out=50, seed=0)
     assert all(p.task in tasks.TASKS and p.answer for p in [*prompts.train, *prompts.held_out])
+
+
+def test_some_tasks_are_chosen_by_name_and_unknown_ones_refused():
+    prompts = load_prompts("tasks:chain,add", train=50, held_out=20, seed=0)
+    assert {p.task for p in [*prompts.train, *prompts.held_out]} == {"chain", "add"}
+    assert "chain" not in {p.task for p in load_prompts("tasks", train=200, held_out=50, seed=0).train}
+    with pytest.raises(Edge0Error, match=r"text.prompts: tasks:chains: .*'chains'; use names from add"):
+        load_prompts("tasks:chains", train=1, held_out=1, seed=0)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -143,6 +151,40 @@ def test_rows_without_messages_and_an_empty_file_are_errors(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(Edge0Error, match="no messages"):
         load_prompts(cases["text"], train=10, held_out=10, seed=0)
+
+
+def length(prompt: Prompt) -> int:
+    return len(prompt.messages[0]["content"])
+
+
+def test_what_is_too_long_makes_room_for_a_later_prompt(tmp_path):
+    """As many prompts as asked for, as long as the source has them; the refused ones are counted, the unread ones are not."""
+    long = [{"messages": user(f"Question {n}, which is much too long for this?")} for n in range(100)]
+    source = jsonl(tmp_path / "q.jsonl", [row for pair in zip(long, QUESTIONS, strict=False) for row in pair])
+    limit = Limit(20, length)
+    prompts = load_prompts(source, train=60, held_out=5, seed=0, limit=limit)
+    assert (len(prompts.train), len(prompts.held_out)) == (60, 5)
+    assert all(length(p) < 20 for p in [*prompts.train, *prompts.held_out])
+    assert 40 < prompts.dropped.pop("prompt not below text.max_length=20") < 100 and not prompts.dropped
+    free = load_prompts(source, train=60, held_out=5, seed=0)
+    assert (len(free.train), len(free.held_out)) == (60, 5) and any(length(p) >= 20 for p in free.train)
+    with pytest.raises(
+        Edge0Error, match=r"text\.max_length: no train prompt is shorter than 5 tokens \(\d+ .*raise it"
+    ):
+        load_prompts(source, train=60, held_out=5, seed=0, limit=Limit(5, length))
+
+
+def test_tasks_that_are_too_long_are_replaced_too():
+    every = load_prompts("tasks", train=400, held_out=40, seed=0)
+    limit = Limit(sorted(length(p) for p in every.train)[200], length)  # about half of them fit
+    prompts = load_prompts("tasks", train=400, held_out=40, seed=0, limit=limit)
+    assert (len(prompts.train), len(prompts.held_out)) == (400, 40)
+    assert prompts.dropped[limit.reason] > 200 and all(length(p) < limit.tokens for p in prompts.train)
+    fitting = [p for p in every.train if length(p) < limit.tokens]
+    assert prompts.train[: len(fitting)] == fitting  # in the order of the source
+    assert load_prompts("tasks", train=400, held_out=40, seed=0, limit=Limit(10**6, length)) == every
+    with pytest.raises(Edge0Error, match=r"text\.max_length: no train prompt"):
+        load_prompts("tasks", train=20, held_out=5, seed=0, limit=Limit(1, length))
 
 
 @pytest.mark.parametrize("name", ["gone.jsonl", "gone.parquet", "no/such-dataset"])

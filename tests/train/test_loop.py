@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import KEEP, checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, Logger, Optim, config_directory, read_config
-from edge0_train.loop import Interrupted, Problem, learning_rate, train
+from edge0_train.loop import Backward, Interrupted, Problem, learning_rate, train
 from edge0_train.run import Run, open_run
 
 OPTIM = Optim(
@@ -75,11 +75,12 @@ class Toy:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.model.named_parameters())
 
-    def loss(self, micro: Micro) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, micro: Micro, backward: Backward) -> dict[str, float]:
         self.calls += 1
         self.on_call(self.calls)
         error_N = self.model(micro.x_ND)[:, 0] - micro.y_N
-        return (error_N**2).sum(), {"absolute": float(error_N.detach().abs().sum())}
+        backward((error_N**2).sum())
+        return {"absolute": float(error_N.detach().abs().sum())}
 
     def problem(self, **changes: Any) -> Problem:
         problem = Problem(self.parameters, lambda step: cut(data(step), self.micro_rows), self.loss)
@@ -319,9 +320,9 @@ def test_rate_is_set_once_a_step_and_is_the_resumed_steps_own(tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(tmp_path, bad):
     toy = Toy()
 
-    def loss(micro: Micro) -> tuple[torch.Tensor, dict[str, float]]:
-        value, extra = toy.loss(micro)
-        return value * (bad if toy.calls == 5 else 1.0), extra  # the second micro-batch of step 2
+    def loss(micro: Micro, backward: Backward) -> dict[str, float]:
+        fifth = toy.calls == 4  # the second micro-batch of step 2
+        return toy.loss(micro, lambda value: backward(value * (bad if fifth else 1.0)))
 
     run = run_in(tmp_path / "run", checkpoint_every=1)
     with pytest.raises(Edge0Error, match=r"step 1: loss .*optim\.lr"):
@@ -413,9 +414,9 @@ def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 WORKER = Path(__file__)
-MICRO_ROWS = {"shared": 3, "one micro-batch": 8, "signal": 3, "patience": 3}
-"""Three micro-batches over two ranks; a single one, of which the second rank gets none; a signal to one of the ranks; and
-evaluations that the ranks do not agree about."""
+MICRO_ROWS = {"shared": 3, "one micro-batch": 8, "signal": 3, "patience": 3, "silent": 8}
+"""Three micro-batches over two ranks; a single one, of which the second rank gets none; a signal to one of the ranks;
+evaluations that the ranks do not agree about; and a trainable that neither rank's loss reaches."""
 TIMEOUT = 90
 
 
@@ -479,9 +480,11 @@ def worker(directory: Path) -> None:
             held_out = [3.0, 2.0, 2.5, 2.5, 1.0, 1.0] if rank == 0 else [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
             problem = toy.problem(evaluate=lambda step, h=held_out: {"held_out": h[step - 1]}, watch="held_out")
             optim = replace(OPTIM, patience=2)
+        if case == "silent":
+            problem = toy.problem(trainable=toy.parameters | {"spare": torch.nn.Parameter(torch.zeros(2))})
         try:
             result: Any = train(run_in(directory / case), optim, problem)
-        except Interrupted as stop:
+        except (Interrupted, Edge0Error) as stop:
             result = {"stopped": str(stop)}
         text = json.dumps({"values": [v.tolist() for v in toy.values()], "result": result})
         (directory / case / f"result-{rank}.json").write_text(text)
@@ -517,6 +520,14 @@ def test_patience_ends_both_ranks_at_the_same_step(two_ranks):
     for one in results["patience"]:
         assert (one["result"]["steps"], one["result"]["best_step"]) == (4, 2), errors
     assert [p.name for p in (directory / "patience/checkpoints").glob("best-*")] == ["best-00000002.safetensors"]
+
+
+def test_both_ranks_name_a_trainable_that_neither_reaches(two_ranks):
+    """And only that one: the second rank, which has no micro-batch, reaches nothing."""
+    _, results, errors = two_ranks
+    assert len(results["silent"]) == 2, errors
+    for one in results["silent"]:
+        assert "1 tensors have no gradient after step 1: spare" in one["result"]["stopped"], errors
 
 
 def test_a_signal_to_one_rank_stops_both(two_ranks):

@@ -12,6 +12,7 @@ from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import mlx_module, transformers_module
 from edge0_train.base.load import empty_model, parameter_shapes
 from edge0_train.base.names import family_names
+from tests.tiny_ling import ling_config
 from tests.tiny_models import ARCHITECTURE
 from tests.twins import TWINS
 
@@ -111,6 +112,21 @@ def test_lora_modules_are_linear_layers_of_the_transformers_model(family: str) -
     for path, (in_features, out_features) in tier.layout.linear_modules(tier.architecture).items():
         module = model.get_submodule(transformers_module(tier.family, path))
         assert (module.in_features, module.out_features) == (in_features, out_features), path
+
+
+def test_the_8b_on_the_meta_device_has_the_tier_s_modules_and_router() -> None:
+    """Full size, no values: every LoRA module's width, the experts, and the router's own numbers."""
+    tier = builtin_tier("8b")
+    config = ling_config(**tier.architecture, n_group=8, topk_group=4, moe_shared_expert_intermediate_size=512)
+    model = empty_model(config, family_names(tier.family), torch.bfloat16)
+    for path, (in_features, out_features) in tier.lora_modules().items():
+        module = model.get_submodule(transformers_module(tier.family, path))
+        assert (module.in_features, module.out_features) == (in_features, out_features), path
+    for layer in tier.layout.moe_layers(tier.architecture):
+        block = model.model.layers[layer].mlp
+        assert block.experts.down_proj.shape == (128, 1536, 512)
+        assert (block.gate.num_group, block.gate.topk_group, block.gate.routed_scaling_factor) == (8, 4, 2.5)
+    assert not hasattr(model.model.layers[0].mlp, "gate")
 
 
 def test_a_module_path_by_example() -> None:

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
+import json
+import weakref
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
+from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import load_teacher
 from edge0_train.config import ON_POLICY_LOSSES, Config, asset, config_directory, read_config
 from edge0_train.data.rows import IGNORE, TextRow, collate
 from edge0_train.losses import forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
-from edge0_train.phases.evaluate import repetition, warm_heads
-from edge0_train.phases.on_policy import LOSSES, Scored, ScoredBatch
+from edge0_train.measure.bench import warm_heads
+from edge0_train.measure.quality import repetition
+from edge0_train.phases import scoring
+from edge0_train.phases.on_policy import LOSSES, ScoredBatch
+from edge0_train.phases.scoring import Scored, score, teacher_scores
+from edge0_train.phases.student_sft import student_sft
+from edge0_train.run import open_run
 from edge0_train.student import StudentPath
+from tests.train.conftest import Make
 
 # The package's attribute of that name is the phase's function.
 on_policy: ModuleType = importlib.import_module("edge0_train.phases.on_policy")
 TOP_K = 8
+SMALL = ("optim.warmup=0", "logger.every=1", "sample.max_new_tokens=6", "heads.joint_lr=0")
 ROWS = [TextRow((1, 267, 30, 40), (50, 60, 70, 2), "stop"), TextRow((1, 5), (9, 9), "length")]
 
 
@@ -46,7 +58,7 @@ def path() -> StudentPath:
 @pytest.fixture(scope="module")
 def scored(path: StudentPath) -> ScoredBatch:
     batch = collate(ROWS, pad_id=0)
-    tensors = on_policy._teacher_scores(path, batch, TOP_K)
+    tensors = teacher_scores(path, batch, TOP_K)
     assert tensors.pop("lengths").tolist() == [4, 2]
     return ScoredBatch(batch, Scored(**tensors))
 
@@ -111,13 +123,70 @@ def test_every_loss_sends_a_gradient_through_the_path(path, scored, kind):
 
 def test_scores_of_an_older_version_are_an_error_that_names_them(tmp_path: Path):
     """A resumed run must not train with scores that lack what its loss needs."""
-    run: Any = SimpleNamespace(directory=tmp_path)
-    (tmp_path / "round-000").mkdir()
     old = {"ids_CS": torch.zeros(6, 8), "logp_CS": torch.zeros(6, 8), "log_tail_C": torch.zeros(6)}
-    save_file(old | {"lengths": torch.tensor([4, 2])}, str(tmp_path / "round-000" / "scores-00000000.safetensors"))
-    teacher: Any = None
+    save_file(old | {"lengths": torch.tensor([4, 2])}, str(tmp_path / "scores-00000000.safetensors"))
+    scorer: Any = None
     with pytest.raises(Edge0Error, match="lacks sampled_C, sampled_logp_C"):
-        on_policy._score(config(), run, teacher, 0, ROWS, 0)
+        score(config(), tmp_path, scorer, 0, ROWS)
+
+
+@pytest.fixture(scope="module")
+def trained(make_config: Make, tmp_path_factory: pytest.TempPathFactory):
+    """A short phase 3 from a one-step LoRA: overrides -> the LoRA's tensors and the run directory."""
+    root = tmp_path_factory.mktemp("on_policy")
+    sft = make_config("student_sft", f"run_dir={root / 'sft'}", "optim.steps=1", "optim.rows=4", *SMALL)
+    student_sft(sft, open_run(sft))
+
+    def run(name: str, *overrides: str) -> tuple[dict[str, Any], Path]:
+        made = make_config(
+            "on_policy", f"run_dir={root / name}", f"inputs.lora={root / 'sft'}", "optim.steps=4", "on_policy.rounds=2",
+            "optim.rows=4", "sample.batch=4", "sample.max_truncated=1", "sample.max_repetitive=1", *SMALL, *overrides,
+        )  # fmt: skip
+        on_policy.on_policy(made, open_run(made))
+        return dict(read_adapter(root / name / "lora_edge0_nano.safetensors", "lora").tensors), root / name
+
+    return run
+
+
+def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(trained, monkeypatch):
+    """Loaded once a round, never two at a time, and none while the student trains."""
+    alive: list[weakref.ref[torch.nn.Module]] = []
+    while_training: list[int] = []
+    build, loss = scoring.build_teacher, on_policy._loss
+
+    def counted(made: Config) -> StudentPath:
+        assert not any(one() for one in alive)
+        teacher = build(made)
+        alive.append(weakref.ref(teacher.model))
+        return teacher
+
+    def watched(*arguments: Any) -> Any:
+        while_training.append(sum(one() is not None for one in alive))
+        return loss(*arguments)
+
+    monkeypatch.setattr(scoring, "build_teacher", counted)
+    monkeypatch.setattr(on_policy, "_loss", watched)
+    resident, _ = trained("resident")
+    assert len(alive) == 1 and set(while_training) == {1}
+    del alive[:], while_training[:]
+    gc.collect()
+    visiting, _ = trained("visiting", "teacher.resident=false")
+    assert len(alive) == 2 and set(while_training) == {0}
+    assert all(np.array_equal(visiting[name], value) for name, value in resident.items())
+
+
+def test_the_plan_counts_a_resident_teacher_alone(path):
+    for flag in ("true", "false"):
+        memory = on_policy._plan(config(f"teacher.resident={flag}"), path)["memory"]
+        assert ("the teacher, as many values as the base" in memory) == (flag == "true")
+
+
+def test_predictability_weighs_in_on_rollouts_too(trained):
+    """The same split as in SFT; the first step's loss is the loss alone plus the weighted divergence."""
+    _, directory = trained("predictable", "heads.predictability=0.01")
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["loss_alone"] + 0.01 * row["routing_kl"]) and row["routing_kl"] > 0.1
 
 
 def test_configuration_is_checked():
@@ -134,6 +203,21 @@ def test_sampled_token_wants_the_students_own_samples(tmp_path: Path):
     run: Any = None
     with pytest.raises(Edge0Error, match=r"temperature 0.7 and top_p 1.0; on_policy.loss=sampled_token"):
         on_policy.on_policy(config(*own, "sample.temperature=0.7"), run)
+
+
+def test_spare_prompts_stand_in_for_those_that_are_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The source has enough; only a source that has not is an error, which says what was dropped."""
+    lines = [f"{'long ' * (30 * (n % 2))}{n}?" for n in range(120)]
+    rows = [json.dumps({"messages": [{"role": "user", "content": line}]}) + "\n" for line in lines]
+    for name, count in (("enough", 120), ("short", 40)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows[:count]))
+    teacher = asset("nano-teacher")
+    own = (f"base.directory={teacher}", "dry_run=true", "optim.steps=4", "optim.rows=10", f"run_dir={tmp_path / 'run'}")
+    run: Any = None
+    assert on_policy.on_policy(config(*own, f"text.prompts={tmp_path / 'enough.jsonl'}"), run) == {}
+    assert "4 of 10 completions" in capsys.readouterr().out
+    with pytest.raises(Edge0Error, match=r"text\.prompts: \d+ prompts \(dropped: .*max_length=64.* need 40"):
+        on_policy.on_policy(config(*own, f"text.prompts={tmp_path / 'short.jsonl'}"), run)
 
 
 def test_repetition_counts_4_grams_written_before():

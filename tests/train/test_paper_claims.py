@@ -13,17 +13,10 @@ import pytest
 from hydra import initialize_config_dir
 
 from edge0_train.config import config_directory, read_config
-from edge0_train.phases.evaluate import (
-    Bench,
-    Stage,
-    adjacent_overlap,
-    feature_drift,
-    head_recall,
-    running,
-    survival,
-    token_scores,
-    warm_heads,
-)
+from edge0_train.measure.bench import Bench, Stage, running, warm_heads
+from edge0_train.measure.quality import token_scores
+from edge0_train.measure.routing import adjacent_overlap, feature_drift, head_recall
+from edge0_train.measure.survival import survival
 from recipes.paper_claims import run as recipe
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, needed, nodes
 from recipes.paper_claims.claims import CLAIMS, Claim, judge

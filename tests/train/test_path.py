@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router, Tier
 from edge0_train.base.names import transformers_module
 from edge0_train.data.rows import Batch, TextRow, collate
@@ -283,6 +284,13 @@ def test_several_replies_in_one_row(adapted, name):
             want_TH, want_sets = reference.run(ids, decoded)
         assert [as_sets(routing.executed, 0, t) for t in range(len(ids))] == want_sets
         close(hidden_BTH[0], want_TH)
+
+
+def test_a_lora_target_that_the_model_lacks_is_named(bases):
+    """The tier knows two layers more than the model has: nothing is adapted in silence."""
+    deeper = dataclasses.replace(TIER, architecture={**TIER.architecture, "num_hidden_layers": 8})
+    with pytest.raises(Edge0Error, match=r"tier\.lora\.targets: PEFT matched \d+ modules, .*missing .*layers\.6"):
+        add_lora(copy.deepcopy(bases[TIER.family]), deeper)
 
 
 @pytest.mark.parametrize("tier", [TIER, LING], ids=lambda tier: tier.family)

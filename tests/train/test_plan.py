@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train import build
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student, sketch_student
+from edge0_train.cli import run_chain
+from edge0_train.config import PHASE_NAMES, config_directory
 from edge0_train.data.rows import read_data
+from edge0_train.phases.evaluate import evaluate
+from edge0_train.phases.export import export
 from edge0_train.phases.head_distill import head_distill
 from edge0_train.phases.student_sft import _plan, lora_parameters, student_sft
 from edge0_train.plan import Rows, lora_modules
@@ -81,6 +86,33 @@ def test_dry_run_needs_a_config_json_alone(make_config, tmp_path, capsys, monkey
     heads = sum(a * b for a, b in config.tier.head_tensors().values())
     assert f"{heads:,} trainable" in capsys.readouterr().out
     assert not (tmp_path / "root").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_the_whole_chain_needs_config_and_prompts_alone(tmp_path, capsys):
+    """Every phase says its plan: no weights, no text, no adapters, and nothing is written."""
+    tier, source = "35b", config_only(tmp_path / "source", "35b")
+    settings = (f"teacher.directory={source}", "base.device=cpu", "sample.prompts=40", "optim.steps=4")
+    with initialize_config_dir(str(config_directory()), version_base=None):
+        run_chain(
+            compose("train").chain,
+            [f"tier={tier}", f"root={tmp_path / 'root'}", "dry_run=true", *REQUIRED, *settings],
+        )
+    plans = capsys.readouterr().out
+    for phase in PHASE_NAMES:
+        assert f"{phase}, tier {tier}" in plans, phase
+    assert "prerouter auto (not written yet)" in plans and "held-out prompts at most" in plans
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_dry_runs_after_the_phases_say_what_they_found(make_config, tmp_path, capsys):
+    for phase, function, words in (
+        ("evaluate", evaluate, ["12 held-out prompts", "adapters  prerouter of head_distill"]),
+        ("export", export, ["head_distill/prerouter_edge0_nano.safetensors", "lora auto (not written yet)"]),
+    ):
+        config = make_config(phase, "dry_run=true")
+        assert function(config, Run(tmp_path / "run", config)) == {}
+        plan = capsys.readouterr().out
+        assert all(word in plan for word in words), plan
 
 
 def test_dry_run_before_quantize_reads_the_source(make_config, tmp_path):

@@ -133,11 +133,12 @@ def test_a_smaller_k_keeps_the_best_of_the_larger_and_weights_sum_to_the_scaling
     logits = random(TOKENS, EXPERTS, scale=2)
     for router in (SOFTMAX, SIGMOID):
         eight, four = (select(router, logits, k) for k in (8, 4))
-        assert torch.equal(eight[:, :4], four)
+        assert bool((multi_hot(four, EXPERTS) <= multi_hot(eight, EXPERTS)).all())
+        left_out = scores(router, logits).gather(-1, eight).topk(4, largest=False).values
+        assert bool((scores(router, logits).gather(-1, four).amin(-1) >= left_out.amax(-1)).all())
         weights = weigh(router, logits, four)
         assert weights.dtype == torch.float32
         torch.testing.assert_close(weights.sum(-1), torch.full((TOKENS,), router.scaling))
-        assert torch.equal(weights.argsort(-1, descending=True), torch.arange(4).expand(TOKENS, 4))
 
 
 def test_extreme_logits_give_finite_weights():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,9 @@ from omegaconf import OmegaConf
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, config_directory, read_config
-from edge0_train.run import code_commit, open_run
+from edge0_train.loop import train
+from edge0_train.run import code_commit, open_run, start_wandb
+from tests.train.test_loop import OPTIM, Toy, run_in, same
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,6 +184,9 @@ def test_limits_on_generated_rows_may_change_on_resume(config):
     """A run that a gate has stopped must be able to go on with another limit; what it generates may not change."""
     open_run(config)
     open_run(resumed(config, sample=dataclasses.replace(config.sample, max_truncated=1.0, max_growth=9.0)))
+    open_run(
+        resumed(config, teacher=dataclasses.replace(config.teacher, resident=False))
+    )  # where it lies, not what it says
     with pytest.raises(Edge0Error, match=r"resume: .*sample\.temperature"):
         open_run(resumed(config, sample=dataclasses.replace(config.sample, temperature=0.5)))
 
@@ -189,6 +196,45 @@ def test_a_run_in_which_nothing_happened_leaves_its_name_free(config):
     run.record_inputs({"base": None, "teacher": {"name": "t"}})
     run.discard_if_unused()
     assert not run.directory.exists()
+
+
+# -- W&B ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_wandb_everything_is_in_metrics_jsonl(config, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what an absent package looks like to `import`
+    run = open_run(config)
+    start_wandb(run)
+    run.log(1, {"loss": 1.0})
+    assert run.wandb is None and run.metrics() == [{"step": 1, "loss": 1.0}]
+    assert "wandb is not installed" in capsys.readouterr().err
+
+
+def test_wandb_counts_by_our_own_step(config, monkeypatch):
+    """W&B refuses steps that go back, as a resume may: the step is a metric like others, and offline is the default."""
+    asked: dict[str, Any] = {}
+    defined: list[tuple[Any, ...]] = []
+    logged: list[dict[str, Any]] = []
+
+    def log(row: dict[str, Any], **arguments: Any) -> None:
+        assert not arguments
+        logged.append(row)
+
+    made = SimpleNamespace(define_metric=lambda name, step_metric: defined.append((name, step_metric)), log=log)
+    fake = SimpleNamespace(init=lambda **arguments: asked.update(arguments) or made, Settings=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = open_run(config)
+    start_wandb(run)
+    for step in (1, 2, 1):
+        run.log(step, {"loss": 0.5})
+    assert (
+        asked["mode"] == "offline" and asked["dir"] == str(run.directory) and asked["config"]["phase"] == "student_sft"
+    )
+    assert defined == [("*", "step")] and [row["step"] for row in logged] == [1, 2, 1]
+    quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, wandb="disabled"))
+    asked.clear()
+    start_wandb(dataclasses.replace(run, config=quiet, wandb=None))
+    assert not asked
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------
@@ -235,3 +281,38 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_says_so(tmp_path):
     assert torch.equal(restored, weight)
     assert done.stdout.startswith("Edge0Error: "), (done.returncode, done.stdout + done.stderr[-800:])
     assert "step-00000002.safetensors" in done.stdout and "room" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full, of Linux")
+def test_metrics_that_find_no_room_are_one_sentence(config):
+    run = open_run(config)
+    (run.directory / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(Edge0Error, match=r"metrics\.jsonl: cannot be written \(No space left.*resume=true"):
+        run.log(1, {"loss": 1.0})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of three pages."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(place)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs Linux and root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_disk_fills_up_and_the_run_continues_once_there_is_room(small_disk, tmp_path):
+    """Metrics and two checkpoints fit, the third does not; what is there is whole, and the resumed run is the undisturbed one."""
+    straight, toy = Toy(), Toy()
+    train(run_in(tmp_path / "straight", checkpoint_every=1), OPTIM, straight.problem())
+    with pytest.raises(Edge0Error, match=r"step-00000003\.safetensors: no room to write.*free space"):
+        train(run_in(small_disk / "run", checkpoint_every=1), OPTIM, toy.problem())
+    kept = checkpoints(small_disk / "run" / "checkpoints")
+    assert [path.name for path in kept] == ["step-00000001.safetensors", "step-00000002.safetensors"]
+    assert sorted(kept[0].parent.iterdir()) == kept  # no rubbish
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    again = Toy()
+    train(run_in(small_disk / "run", resume=True, checkpoint_every=1), OPTIM, again.problem())
+    assert same(again.values(), straight.values())

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from edge0_train.data.tasks import (
+    LABELS,
+    SHORT_TASKS,
     SPLITS,
     TASKS,
     extract_answer,
@@ -19,7 +21,7 @@ from edge0_train.data.tasks import (
 )
 
 TEACHER = Path(__file__).parents[2] / "edge0_train/assets/nano-teacher"
-MAX_ROW_TOKENS = 64
+SHORT_ROW_TOKENS, CHAIN_ROW_TOKENS = 64, 256
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,8 @@ def answer_from_prompt(prompt: str) -> str:
         return str(int(match[1]) * int(match[2]))
     if match := re.fullmatch(r"Reverse (\d{4,8})\.", prompt):
         return match[1][::-1]
+    if match := re.fullmatch(r"Run:((?:[a-zA-D][1-9]){30})\.", prompt):
+        return f"{sum(map(int, re.findall('[1-9]', match[1]))) % 100:02d}"
     have, changes = r"\w+ has (?:(\d+) bags of )?(\d+) \w+", r"(?:, gets (\d+))?(?:, gives (\d+))?"
     match = re.fullmatch(have + changes + r"\. How many\?", prompt)
     assert match, prompt
@@ -68,20 +72,34 @@ def test_every_step_of_a_scratchpad_is_right(task):
             assert value == int(result), problem
 
 
+def test_every_step_of_a_chain_is_right_and_copies_its_digit():
+    for problem in problems("train", 4, 500, ["chain"]):
+        have = 0
+        steps = re.findall(r"([a-zA-D])(\d)=(\d\d)", problem.completion)
+        assert "".join(letter for letter, *_ in steps) == LABELS
+        assert "".join(letter + digit for letter, digit, _ in steps) == problem.prompt[len("Run:") : -1]
+        for _, digit, result in steps:
+            assert int(result) == (have + int(digit)) % 100, problem
+            have = int(result)
+        assert problem.completion.endswith(f"={have:02d} #{have:02d}")
+
+
 def test_the_same_seed_gives_the_same_problems():
     assert problems("train", 0, 100) == problems("train", 0, 100)
     assert problems("train", 0, 100) != problems("train", 1, 100)
     assert problems("train", 0, 100)[:40] == problems("train", 0, 40)
 
 
-def test_all_tasks_are_drawn_about_equally():
-    drawn = [problem.task for problem in problems("eval", 0, 2000)]
-    assert set(drawn) == set(TASKS)
-    assert min(drawn.count(task) for task in TASKS) > 2000 / len(TASKS) * 0.75
+@pytest.mark.parametrize("chosen", [None, list(TASKS)])
+def test_tasks_are_drawn_about_equally_and_chains_only_when_named(chosen):
+    drawn = [problem.task for problem in problems("eval", 0, 2000, chosen)]
+    expected = SHORT_TASKS if chosen is None else chosen
+    assert set(drawn) == set(expected)
+    assert min(drawn.count(task) for task in expected) > 2000 / len(expected) * 0.75
 
 
 def test_no_eval_prompt_is_in_train():
-    prompts = {split: {p.prompt for p in problems(split, 5, 4000)} for split in SPLITS}
+    prompts = {split: {p.prompt for p in problems(split, 5, 4000, list(TASKS))} for split in SPLITS}
     assert not prompts["train"] & prompts["eval"]
     for split, found in prompts.items():
         assert {split_of(prompt) for prompt in found} == {split}
@@ -95,7 +113,7 @@ def test_the_split_of_a_prompt_is_fixed():
 def test_unknown_names_are_refused_with_the_allowed_ones():
     with pytest.raises(ValueError, match="split is 'test'; use one of train, eval"):
         problems("test", 0, 1)
-    with pytest.raises(ValueError, match="'divide'; use names from add, reverse, multiply, word"):
+    with pytest.raises(ValueError, match="'divide'; use names from add, reverse, multiply, word, chain"):
         problems("train", 0, 1, ["add", "divide"])
     with pytest.raises(ValueError, match="tasks is empty"):
         problems("train", 0, 1, [])
@@ -128,7 +146,13 @@ def test_only_the_exact_answer_is_correct():
 
 def test_rows_fit_one_chunk_of_the_delta_rule(tokenizer):
     rows = tokenizer.apply_chat_template([chat(p) for p in problems("train", 6, 4000)])["input_ids"]
-    assert max(map(len, rows)) <= MAX_ROW_TOKENS
+    assert max(map(len, rows)) <= SHORT_ROW_TOKENS
+
+
+def test_a_chain_has_an_answer_of_154_tokens_in_a_row_of_four_chunks(tokenizer):
+    chains = problems("train", 6, 500, ["chain"])
+    assert {len(tokenizer(p.completion + "<|im_end|>")["input_ids"]) for p in chains} == {154}
+    assert max(map(len, tokenizer.apply_chat_template([chat(p) for p in chains])["input_ids"])) <= CHAIN_ROW_TOKENS
 
 
 def test_autotokenizer_tokenises_as_the_file_says(tokenizer):

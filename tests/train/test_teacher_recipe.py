@@ -27,7 +27,7 @@ def built(recipe, tmp_path_factory):
     torch.set_num_threads(1)
     tokenizer = recipe.build_tokenizer(seed=0)
     model = recipe.build_model(seed=0)
-    cost = recipe.train(model, tokenizer, steps=2, seed=0)
+    cost = recipe.train(model, tokenizer, recipe.Stage(2, {recipe.SHORT_TASKS: 8, ("chain",): 1}), seed=0)
     recipe.save(model, tokenizer, out)
     yield tokenizer, model, out, cost
     torch.set_num_threads(threads)
@@ -36,7 +36,7 @@ def built(recipe, tmp_path_factory):
 def test_two_steps_train_and_report_their_cost(recipe, built):
     _, model, _, cost = built
     assert 0 < cost["loss"] < 10
-    assert cost["tokens"] > 2 * recipe.BATCH * 20
+    assert cost["tokens"] > 2 * (8 * 20 + 150)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -73,7 +73,7 @@ def test_an_untrained_model_scores_nothing_and_every_task_is_counted(recipe, bui
     tokenizer, _, out, _ = built
     batch = [recipe.problems("eval", 0, 1, [task])[0] for task in recipe.TASKS]
     scores = recipe.evaluate(recipe.load_checked(out), tokenizer, batch)
-    assert scores == {**{task: (0, 1) for task in recipe.TASKS}, "all": (0, 4)}
+    assert scores == {**{task: (0, 1) for task in recipe.TASKS}, "all": (0, 5)}
 
 
 def test_labels_cover_the_completion_only(recipe, built):
@@ -86,8 +86,34 @@ def test_labels_cover_the_completion_only(recipe, built):
 
 def test_a_row_over_the_limit_is_refused(recipe, built):
     long = recipe.Problem("add", "1" * 60, "2" * 20, "2")
-    with pytest.raises(ValueError, match=r"a row has 9[0-9] tokens; shorten the task to at most 64"):
+    with pytest.raises(ValueError, match=r"a row has 9[0-9] tokens; shorten task add to at most 64"):
         recipe.encode_rows(built[0], [long])
+
+
+def test_a_chain_may_have_a_long_row(recipe, built):
+    ids_BT, _, _ = recipe.encode_rows(built[0], recipe.problems("train", 1, 2, ["chain"]))
+    assert recipe.ROW_TOKENS["add"] < ids_BT.shape[1] <= recipe.ROW_TOKENS["chain"]
+
+
+def test_a_later_stage_can_start_from_what_an_earlier_one_left(recipe, built, tmp_path, monkeypatch):
+    """Only the rest is trained, from the saved weights; card and scores tell of both kinds of tasks."""
+    tokenizer, model, _, cost = built
+    recipe.save(model, tokenizer, tmp_path / "stage1")
+    (tmp_path / "stage1/cost.json").write_text(json.dumps(cost))
+    last = recipe.Stage(1, {("chain",): 1}, rate=1e-9)
+    monkeypatch.setattr(recipe, "STAGES", (recipe.STAGES[0], last))
+    monkeypatch.setattr(recipe, "EVAL_COUNT", 4)
+    monkeypatch.setattr(recipe, "EVAL_CHAINS", 1)
+    monkeypatch.setattr(recipe, "MAX_NEW_TOKENS", dict.fromkeys(recipe.TASKS, 2))
+    out = tmp_path / "out"
+    recipe.main(["--start", "1", "--work", str(tmp_path), "--out", str(out)])
+    before, *after = (recipe.load_checked(tmp_path / name).state_dict() for name in ("stage1", "stage2", "out"))
+    assert all(torch.equal(before[name], other[name]) for name in before for other in after)
+    card = (out / "README.md").read_text()
+    assert (
+        "| 1 of chain | 1 | 1e-09 |" in card and "| short | 0.000 | 0/4 |" in card and "| chain | 0.000 | 0/1 |" in card
+    )
+    assert f"| 32 of add, reverse, multiply, word | 1400 | 1.0 | {cost['tokens']:,} |" in card
 
 
 def test_muon_on_2d_tensors_equals_torch_muon(recipe):

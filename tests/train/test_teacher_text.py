@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import Config
+from edge0_train.data.complete import PathWriter
 from edge0_train.data.rows import TextRow, distinct, read_data, read_rows
 from edge0_train.phases.teacher_text import teacher_text
 from edge0_train.run import Run, open_run
@@ -175,6 +177,44 @@ def test_only_long_prompts_is_an_error(text_config, tmp_path):
         run_phase(text_config(f"text.prompts={source}"))
 
 
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_continues_with_the_missing_shards_and_ends_with_the_same_rows(
+    text_config, tmp_path, monkeypatch
+):
+    """Temperature 1: every shard has a seed of its own, whichever were written before."""
+
+    class Killed(Exception):
+        pass
+
+    write = PathWriter.__call__
+    settings = ("sample.temperature=1", "sample.max_truncated=1", f"run_dir={tmp_path / 'stopped'}")
+    seen: list[int] = []
+
+    def dies(self: PathWriter, prompts: Any, seed: int) -> Any:
+        if len(seen) == 3:  # both shards of the held-out side and one of the train side are there
+            raise Killed
+        seen.append(seed)
+        return write(self, prompts, seed)
+
+    monkeypatch.setattr(PathWriter, "__call__", dies)
+    with pytest.raises(Killed):
+        run_phase(text_config(*settings))
+    resumed: list[int] = []
+
+    def counted(self: PathWriter, prompts: Any, seed: int) -> Any:
+        resumed.append(seed)
+        return write(self, prompts, seed)
+
+    monkeypatch.setattr(PathWriter, "__call__", counted)
+    _, directory = run_phase(text_config(*settings, "resume=true"))
+    assert len(resumed) == 2 and not set(resumed) & set(seen)
+    _, straight = run_phase(text_config(*settings, f"run_dir={tmp_path / 'straight'}"))
+    for name in ("train.jsonl", "held_out.jsonl", "card.json"):
+        assert (directory / name).read_bytes() == (straight / name).read_bytes()
+
+
 # -- what stops --------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +243,31 @@ def test_another_tokenizer_is_refused_by_either_backend(text_config, tmp_path, m
             run_phase(
                 text_config(f"teacher.directory={other}", f"sample.backend={backend}", f"run_dir={tmp_path / backend}")
             )
+
+
+def test_other_end_tokens_are_refused_by_either_backend(text_config, tmp_path, monkeypatch):
+    """Same tokenizer, but the teacher ends its replies with another token than the student is to learn."""
+    other = tmp_path / "teacher"
+    shutil.copytree(TEACHER, other)
+    generation = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [2, 5]}))
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm())
+    for backend in ("transformers", "vllm"):
+        with pytest.raises(Edge0Error, match=r"teacher\.directory: end tokens \(2, 5\) .* not the base's \(2,\)"):
+            run_phase(
+                text_config(f"teacher.directory={other}", f"sample.backend={backend}", f"run_dir={tmp_path / backend}")
+            )
+
+
+def test_a_teacher_with_nan_in_a_shard_is_named(text_config, tmp_path):
+    other = tmp_path / "teacher"
+    shutil.copytree(TEACHER, other)
+    tensors = load_file(str(other / "model.safetensors"))
+    name = next(name for name in tensors if "layers.3.mlp.gate.weight" in name)
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, str(other / "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(Edge0Error, match=r"teacher\.directory: .*not finite in 1 tensors \(.*layers\.3\.mlp\.gate"):
+        run_phase(text_config(f"teacher.directory={other}"))
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ NAMES = FamilyNames(
         "norm_topk_prob": True,
         "moe_renormalize": True,
         "attention_bias": False,
+        "tie_word_embeddings": False,  # transformers' class never ties them
         "hidden_act": "silu",
         "kda_safe_gate": True,
         "no_kda_lora": True,

@@ -1,0 +1,305 @@
+"""Slots: the one place in memory where experts are, read into by the I/O threads and computed from in place.
+
+A pool is nine arrays [slots, out, in/8 or in/64], and a table that says which slot holds which expert of which
+layer. The gather kernel takes its experts from these very arrays by slot number, so an expert that was read ahead, one
+that is still there from an earlier token, and one that a layer had to wait for are computed by the same kernel on the
+same memory: policy (who is read when, who goes) never touches the result. All methods belong to one thread; only the
+bytes of slots that nothing uses are written by others.
+
+Shapes: S slots, N experts of one request, L layers, E experts per layer.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from edge0_runtime.experts.reader import Load, Reader
+from edge0_runtime.experts.store import FLOATS, ExpertStore, ExpertTensor
+
+MLX_DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+LONGEST_RUN = 8  # neighbours in one load; more would leave the other threads idle
+
+
+class SlotPool:
+    """`slots` slots for the experts of `layers`, which all have the same shapes; the least recently used goes first.
+
+    A slot can't be given away while it is loading, while a graph that is not evaluated yet computes from it ("used"),
+    or while it is reserved for a layer that comes later in the step. A reservation is a hint: a layer that must have
+    a slot breaks it, and the later layer reads again.
+
+    Attributes:
+        arrays: the weights, in the order of `ExpertStore.tensors`. slots: how many experts fit.
+        full: every expert of every layer is there for good, in order, so that nobody has to ask (`fill`).
+        nbytes: of all slots. expert_nbytes: of one expert on disk.
+        loads, bytes_read: experts that were read, and their bytes.
+        hits, misses: experts that a layer computed with and that were there from earlier, or were read for it.
+        late: misses that were not even asked for before the layer needed them.
+        evictions: experts that went. blocked_seconds: time that the computing thread waited for bytes.
+    """
+
+    def __init__(
+        self, store: ExpertStore, reader: Reader, layers: Sequence[int], slots: int, spare: int, float32: bool
+    ) -> None:
+        """Make the slots.
+
+        Args:
+            spare: slots that reading ahead leaves to layers that can't know their experts in advance.
+            float32: keep scales and biases in float32. Beside float32 activations mlx's gather would else cast
+                those of the whole pool in every call: 107 ms instead of 12 with 500 slots.
+        """
+        self.layers = tuple(layers)
+        self.slots = slots
+        self.full = False
+        self.expert_nbytes = store.expert_nbytes(layers[0])
+        self.nbytes = slots * slot_nbytes(store.tensors[layers[0]], float32)
+        self._num_experts = store.num_experts
+        self._tensors = store.tensors[layers[0]]
+        self.arrays = tuple(mx.zeros((slots, *tensor.shape), slot_dtype(tensor, float32)) for tensor in self._tensors)
+        # Evaluated first, so that each owns memory; no graph depends on a value of theirs that is written later.
+        mx.eval(self.arrays)
+        # The same memory; rows of bytes as on disk, or of values that get wider.
+        self._memory = []
+        for array, tensor in zip(self.arrays, self._tensors, strict=True):
+            kind = np.uint8 if array.nbytes == slots * tensor.nbytes else np.float32
+            self._memory.append(np.frombuffer(memoryview(array).cast("B"), kind).reshape(slots, -1))  # type: ignore[arg-type]
+        self._reader = reader
+        self._spare = min(spare, slots)
+        self._row = {layer: row for row, layer in enumerate(self.layers)}
+        self._lookup = [mx.zeros(self._num_experts, mx.uint32) for _ in layers]
+        mx.eval(self._lookup)
+        self._written = [np.array(table, copy=False) for table in self._lookup]  # the same memory
+        self._slot_LE = np.full((len(layers), self._num_experts), -1, np.int64)
+        self._row_S = np.full(slots, -1, np.int64)  # whose expert a slot holds
+        self._expert_S = np.full(slots, -1, np.int64)
+        self._clock_S = np.zeros(slots, np.int64)  # last use
+        self._loading_S, self._used_S, self._reserved_S, self._fresh_S = np.zeros((4, slots), bool)
+        self._time = 0
+        self._wants: deque[tuple[int, np.ndarray]] = deque()  # (row, experts) that wait for room
+        self._outstanding: set[Load] = set()
+        self._finished: queue.SimpleQueue[Load] = queue.SimpleQueue()
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        self.loads = self.bytes_read = self.hits = self.misses = self.late = self.evictions = 0
+        self.blocked_seconds = 0.0
+
+    @property
+    def held(self) -> int:
+        """How many slots hold an expert or await one."""
+        return int((self._row_S >= 0).sum())
+
+    # -- what a layer computes with --------------------------------------------------------------------------
+
+    def weights(self, layer: int) -> tuple[mx.array, ...]:
+        """What the layer's gather takes its experts from: the pool, or where that is full its own part of it."""
+        if not self.full:
+            return self.arrays
+        first = self._row[layer] * self._num_experts
+        return tuple(array[first : first + self._num_experts] for array in self.arrays)
+
+    def locate(self, layer: int, indices: mx.array) -> mx.array:
+        """Experts' positions in `weights`, lazily: the table is read when the graph is evaluated."""
+        return indices if self.full else self._lookup[self._row[layer]][indices]
+
+    def acquire(self, layer: int, experts_N: np.ndarray, settle: Callable[[], None]) -> None:
+        """Return when all of `experts_N` (distinct, at most `slots`) are there; they stay until `release`.
+
+        Args:
+            settle: evaluates everything that computes from slots acquired before; called only where the layer has to
+                wait or needs their room, so that the wait that is counted is for bytes and for nothing else.
+
+        Raises Edge0Error when an expert can't be read.
+        """
+        row = self._row[layer]
+        self._time += 1
+        self._collect()
+        if self._wants:
+            self._wants = deque(want for want in self._wants if want[0] != row)
+        slots_N = self._slot_LE[row, experts_N]
+        missing_N = slots_N < 0
+        if missing_N.any():
+            absent = experts_N[missing_N]
+            self.late += len(absent)
+            self._issue(row, absent, self._room(len(absent), slots_N[~missing_N], settle), demanded=True)
+            slots_N = self._slot_LE[row, experts_N]
+        self._used_S[slots_N] = True
+        if self._loading_S[slots_N].any():
+            self._wait(slots_N, settle)
+        self._reserved_S[self._row_S == row] = False
+        fresh = int(self._fresh_S[slots_N].sum())
+        self._fresh_S[slots_N] = False
+        self.misses += fresh
+        self.hits += len(experts_N) - fresh
+        self._clock_S[slots_N] = self._time
+        self._read_ahead()
+
+    def release(self) -> None:
+        """All graphs that compute from acquired slots are evaluated or given up."""
+        self._used_S[:] = False
+        self._read_ahead()
+
+    def present(self, layer: int, experts_N: np.ndarray) -> np.ndarray:
+        """Which of the experts are in memory or on their way: bool [N]."""
+        return self._slot_LE[self._row[layer], experts_N] >= 0
+
+    # -- reading ahead ---------------------------------------------------------------------------------------
+
+    def want(self, layers: Sequence[int], experts_LN: np.ndarray) -> None:
+        """Read these experts of later layers, in this order, as far as there is room; returns at once."""
+        self._time += 1
+        rows_L = np.array([self._row[layer] for layer in layers])
+        slots_LN = self._slot_LE[rows_L[:, None], experts_LN]
+        here_LN = slots_LN >= 0
+        self._reserved_S[slots_LN[here_LN]] = True
+        for index in np.flatnonzero(~here_LN.all(axis=1)):
+            self._wants.append((int(rows_L[index]), experts_LN[index, ~here_LN[index]]))
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        if not self._wants:
+            return
+        self._collect()
+        room = self._free()[: -self._spare or None]
+        while self._wants:
+            row, experts_N = self._wants.popleft()
+            experts_N = experts_N[self._slot_LE[row, experts_N] < 0]
+            now, later = experts_N[: len(room)], experts_N[len(room) :]
+            if len(now):
+                self._issue(row, now, room[: len(now)], demanded=False)
+                self._reserved_S[room[: len(now)]] = True
+                room = room[len(now) :]
+            if len(later):
+                self._wants.appendleft((row, later))
+                return
+
+    def fill(self) -> None:
+        """Read all experts of all layers, in order; needs a slot for each. From then on the pool is `full`."""
+        every_E = np.arange(self._num_experts)
+        for row in range(len(self.layers)):
+            first = row * self._num_experts
+            self._issue(row, every_E, every_E + first, demanded=False)
+        for layer in self.layers:
+            self.acquire(layer, every_E, lambda: None)
+            self.release()
+        self.full = True
+        self.reset_counters()
+
+    def abandon(self) -> None:
+        """Give up all that was asked for; afterwards no thread reads for this pool, and what arrived stays."""
+        self._wants.clear()
+        for load in self._outstanding:
+            load.cancelled = True
+        while self._outstanding:
+            self._finish(self._finished.get())
+        self._used_S[:] = self._reserved_S[:] = False
+
+    def forget(self) -> None:
+        """Hold no expert any more, unless the pool is full for good."""
+        self.abandon()
+        if not self.full:
+            self._empty(np.flatnonzero(self._row_S >= 0))
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def _free(self) -> np.ndarray:
+        """Slots that may be given away, the one to go first in front."""
+        free = np.flatnonzero(~(self._loading_S | self._used_S | self._reserved_S))
+        return free[np.argsort(self._clock_S[free], kind="stable")]
+
+    def _room(self, count: int, keep_N: np.ndarray, settle: Callable[[], None]) -> np.ndarray:
+        """`count` slots for a layer that needs them now, none of them in `keep_N`."""
+        self._used_S[keep_N] = True
+        if len(free := self._free()) < count:
+            settle()
+            self._used_S[:] = False
+            self._used_S[keep_N] = True
+            free = self._free()
+        if len(free) < count:  # reading ahead took too much
+            self._reserved_S[:] = False
+            free = self._free()
+        while len(free) < count:
+            self._finish(self._finished.get())
+            free = self._free()
+        return free[:count]
+
+    def _issue(self, row: int, experts_N: np.ndarray, slots_N: np.ndarray, *, demanded: bool) -> None:
+        """Give the slots to the experts and have them read."""
+        held_N = slots_N[self._row_S[slots_N] >= 0]
+        self._slot_LE[self._row_S[held_N], self._expert_S[held_N]] = -1
+        self.evictions += len(held_N)
+        order = np.argsort(experts_N)
+        experts_N, slots_N = experts_N[order], slots_N[order]
+        self._slot_LE[row, experts_N] = slots_N
+        self._written[row][experts_N] = slots_N
+        self._row_S[slots_N], self._expert_S[slots_N] = row, experts_N
+        self._clock_S[slots_N] = self._time
+        self._loading_S[slots_N] = self._fresh_S[slots_N] = True
+        for start, end in _runs(experts_N):
+            slots = slots_N[start:end].tolist()
+            targets = [[memory[slot] for slot in slots] for memory in self._memory]
+            load = Load(self.layers[row], int(experts_N[start]), targets, slots, self._finished)
+            self._outstanding.add(load)
+            self._reader.submit(load, demanded=demanded)
+
+    def _wait(self, slots_N: np.ndarray, settle: Callable[[], None]) -> None:
+        settle()
+        self._used_S[:] = False
+        self._used_S[slots_N] = True
+        self._read_ahead()
+        began = time.perf_counter()
+        try:
+            while self._loading_S[slots_N].any():
+                load = self._finished.get()
+                self._finish(load)
+                if load.error is not None and np.isin(load.slots, slots_N).any():
+                    raise load.error
+        finally:
+            self.blocked_seconds += time.perf_counter() - began
+
+    def _collect(self) -> None:
+        """Take over what has arrived since."""
+        while not self._finished.empty():
+            self._finish(self._finished.get())
+
+    def _finish(self, load: Load) -> None:
+        self._outstanding.remove(load)
+        self._loading_S[load.slots] = False
+        if load.done:
+            self.loads += len(load.slots)
+            self.bytes_read += len(load.slots) * self.expert_nbytes
+            return
+        # Nobody may find these; a layer that needs one asks again and gets the error then.
+        self._empty(np.array(load.slots))
+
+    def _empty(self, slots_N: np.ndarray) -> None:
+        self._slot_LE[self._row_S[slots_N], self._expert_S[slots_N]] = -1
+        self._row_S[slots_N] = self._expert_S[slots_N] = -1
+        self._clock_S[slots_N] = 0
+        self._used_S[slots_N] = self._reserved_S[slots_N] = self._fresh_S[slots_N] = False
+
+
+def slot_dtype(tensor: ExpertTensor, float32: bool) -> mx.Dtype:
+    """In which a slot holds a tensor's values."""
+    return mx.float32 if float32 and tensor.dtype in FLOATS else MLX_DTYPES[tensor.dtype]
+
+
+def slot_nbytes(tensors: Sequence[ExpertTensor], float32: bool) -> int:
+    """Memory of one expert; on disk it may take less."""
+    return sum(math.prod(tensor.shape) * slot_dtype(tensor, float32).size for tensor in tensors)
+
+
+def _runs(experts_N: np.ndarray) -> list[tuple[int, int]]:
+    """Bounds of the runs of neighbours in rising indices, none longer than LONGEST_RUN."""
+    bounds, start = [], 0
+    for end in range(1, len(experts_N) + 1):
+        if end == len(experts_N) or experts_N[end] != experts_N[end - 1] + 1 or end - start == LONGEST_RUN:
+            bounds.append((start, end))
+            start = end
+    return bounds

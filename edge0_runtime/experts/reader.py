@@ -1,0 +1,124 @@
+"""The I/O threads: they read bytes of experts into memory that somebody else owns, and know nothing of MLX.
+
+A lazy MLX array must not be touched by a second thread (docs/parity.md 5), so these get `memoryview`s only. What a
+layer waits for goes before what is read ahead; what is read ahead goes in the order in which it was asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.experts.store import ExpertStore
+
+
+@dataclass(eq=False)
+class Load:
+    """Neighbouring experts of a layer on their way into memory.
+
+    Attributes:
+        layer, first: neighbours from this expert on.
+        targets: for each tensor of the layer, memory for every expert: bytes as they are on disk, or float32 values
+            to which bf16 or fp16 ones are widened (the low halves of their memory are zero, then and later).
+        slots: where they go, for the one who asked. finished: the queue that takes the load when it is over.
+        cancelled: set by the one who asked: don't begin. done: all bytes are there. error: why they aren't.
+    """
+
+    layer: int
+    first: int
+    targets: Sequence[Sequence[np.ndarray]]
+    slots: Sequence[int]
+    finished: queue.SimpleQueue[Load]
+    cancelled: bool = False
+    done: bool = False
+    error: Edge0Error | None = None
+
+
+@dataclass(order=True)
+class _Ticket:
+    rank: int
+    number: int
+    load: Load | None = field(compare=False)
+
+
+DEMANDED, AHEAD, LAST = range(3)
+
+
+class Reader:
+    """`threads` threads that serve a bounded queue of loads.
+
+    Attributes:
+        threads: how many.
+    """
+
+    def __init__(self, store: ExpertStore, threads: int, bound: int) -> None:
+        """`bound`: most loads that may wait; a load owns a slot, so the number of slots is never exceeded."""
+        self.threads = threads
+        self._numbers = itertools.count()
+        self._queue: queue.PriorityQueue[_Ticket] = queue.PriorityQueue(bound + threads)
+        workers = [
+            threading.Thread(target=_work, args=(store, self._queue), name=f"edge0-io-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for worker in workers:
+            worker.start()
+        # Also when the owner is forgotten or the interpreter ends: a thread must not write into freed memory.
+        self._finalizer = weakref.finalize(self, _stop, self._queue, workers)
+        atexit.register(self._finalizer)
+
+    def submit(self, load: Load, *, demanded: bool) -> None:
+        """Hand a load to the threads; it comes back through its `finished` queue, whatever happens to it."""
+        self._queue.put_nowait(_Ticket(DEMANDED if demanded else AHEAD, next(self._numbers), load))
+
+    def close(self) -> None:
+        """End the threads after what they were given; may be called again."""
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+
+def _stop(tickets: queue.PriorityQueue[_Ticket], workers: Sequence[threading.Thread]) -> None:
+    for number, _ in enumerate(workers):
+        tickets.put(_Ticket(LAST, number, None))
+    for worker in workers:
+        worker.join()
+
+
+def _work(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
+    while (load := tickets.get().load) is not None:
+        try:
+            if not load.cancelled:
+                _fill(store, load)
+                load.done = True
+        except Edge0Error as error:
+            load.error = error
+        except Exception as error:  # somebody waits for the load: it must come back
+            load.error = Edge0Error(f"reading experts of layer {load.layer} failed: {error!r}; this is a bug")
+        load.targets = ()
+        load.finished.put(load)
+        del load  # or an idle thread would keep it
+
+
+def _fill(store: ExpertStore, load: Load) -> None:
+    """Bytes go straight into their place; values to be widened make a stop."""
+    buffers: list[Sequence[np.ndarray]] = []
+    widened: list[tuple[str, np.ndarray, np.ndarray]] = []
+    for tensor, targets in zip(store.tensors[load.layer], load.targets, strict=True):
+        if targets[0].dtype == np.uint8:
+            buffers.append(targets)
+            continue
+        buffers.append([np.empty(tensor.nbytes, np.uint8) for _ in targets])
+        widened += [(tensor.dtype, *pair) for pair in zip(buffers[-1], targets, strict=True)]
+    store.read(load.layer, load.first, buffers)
+    for dtype, source, target in widened:
+        if dtype == "BF16":  # a bf16 number is the high half of the same float32 number
+            target.view(np.uint16)[1::2] = source.view(np.uint16)
+        else:
+            target[:] = source.view(np.float16)

@@ -1,0 +1,96 @@
+"""Arms against each other: one engine, one session, the same tokens, alternated there and back (A B C, C B A).
+
+Drift of the machine then falls on all arms alike, and a ratio is taken between neighbours in time. Every arm
+processes the same continuation, so that it needs the same number of experts; arms on their own gates must also agree
+on every greedy token.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.engine import Engine
+from edge0_runtime.measure.bench import PageCache, environment, run
+from edge0_runtime.settings import Arm
+
+EXACT = ("on_demand", "history")  # arms of one and the same model
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    arms: Sequence[Arm],
+    max_tokens: int,
+    rounds: int,
+    page_cache: PageCache,
+) -> Iterator[dict[str, Any]]:
+    """A row for every run. The first arm's greedy answers are what all arms replay; every run begins without experts.
+
+    Raises Edge0Error if arms that claim to be exact choose different tokens, or an expert is dropped.
+    """
+    answers = []
+    for prompt_ids in prompts:
+        engine.set_arm(arms[0])
+        answers.append([step.token for step in engine.generate(prompt_ids, max_tokens=max_tokens, ignore_eos=True)])
+    greedy: dict[int, list[int]] = {}
+    for number in range(rounds):
+        for half, order in enumerate((arms, arms[::-1])):
+            for arm in order:
+                engine.set_arm(arm)
+                for index, (prompt_ids, answer) in enumerate(zip(prompts, answers, strict=True)):
+                    engine.forget_experts()
+                    row = run(engine, prompt_ids, max_tokens=max_tokens, continuation=answer, page_cache=page_cache)
+                    if row["dropped_experts"]:
+                        raise Edge0Error(f"arm {arm}: {row['dropped_experts']} experts were dropped; this is a bug")
+                    if arm in EXACT and greedy.setdefault(index, row["greedy"]) != row["greedy"]:
+                        raise Edge0Error(f"arm {arm}: other greedy tokens than {EXACT}; this is a bug")
+                    yield environment(engine) | {"round": number, "half": half, "prompt": index} | row
+
+
+def ratios(rows: Sequence[Mapping[str, Any]], arm: str, against: str) -> list[float]:
+    """Decode speed of `arm` over that of `against`, for each pair of runs of one prompt in one half of a round."""
+    speed = {(row["arm"], row["round"], row["half"], row["prompt"]): row["decode_tokens_per_second"] for row in rows}
+    return [
+        value / speed[against, *key[1:]]
+        for key, value in speed.items()
+        if key[0] == arm and value and speed.get((against, *key[1:]))
+    ]
+
+
+def table(rows: Sequence[Mapping[str, Any]], against: str) -> str:
+    """Medians by arm, and the paired ratio to `against` with its spread."""
+    head = (
+        f"{'arm':<11} {'K':>2} {'tok/s':>7} {'step ms':>8} {'blocked':>8} {'share':>6} {'loads':>6} {'MiB':>7}"
+        f" {'device':>7} {'hits':>5} {'late':>5} {'MLX GiB':>7} {'RSS GiB':>7}  tok/s over {against} (median, range)"
+    )
+    lines = [head]
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == arm]
+
+        def middle(name: str, scale: float = 1.0, rows: Sequence[Mapping[str, Any]] = own) -> float:
+            values = [row[name] for row in rows if row[name] is not None]
+            return statistics.median(values) * scale if values else float("nan")
+
+        paired = sorted(ratios(rows, arm, against))
+        spread = f"{statistics.median(paired):.2f}  {paired[0]:.2f}..{paired[-1]:.2f}" if paired else "-"
+        lines.append(
+            f"{arm:<11} {own[0]['k']:>2} {middle('decode_tokens_per_second'):>7.2f} {middle('decode_step_ms_p50'):>8.1f}"
+            f" {middle('decode_blocked_ms_p50'):>8.1f} {middle('decode_blocked_share'):>6.1%}"
+            f" {middle('decode_expert_loads_per_step'):>6.1f} {middle('decode_expert_bytes_per_step', 2**-20):>7.2f}"
+            f" {middle('decode_device_bytes_per_step', 2**-20):>7.2f} {middle('decode_expert_hit_rate'):>5.0%}"
+            f" {middle('decode_expert_late_per_step'):>5.1f} {middle('mlx_peak_bytes', 2**-30):>7.2f}"
+            f" {middle('process_peak_rss_bytes', 2**-30):>7.2f}  {spread}"
+        )
+    plan = rows[0]["plan"] if rows else None
+    if plan and plan["disk_bytes_per_second"]:
+        lines.append(
+            f"disk {plan['disk_bytes_per_second'] / 1e9:.3g} GB/s at the engine's read size;"
+            f" page cache {rows[0]['page_cache']}:"
+            f" {(rows[0]['page_cache_bytes_before'] or 0) / 2**30:.2f} GiB before the first run,"
+            f" {(rows[-1]['page_cache_bytes_after'] or 0) / 2**30:.2f} after the last"
+        )
+    return "\n".join(lines)

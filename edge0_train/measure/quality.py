@@ -1,0 +1,76 @@
+"""How near a stage is to the teacher: losses and divergences a token, answers, and all that a table shows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from edge0_train.data.rows import IGNORE
+from edge0_train.data.tasks import is_correct
+from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, routing_of, running
+from edge0_train.measure.routing import head_recall
+from edge0_train.student import Sampling, StudentPath, generate
+
+
+def measure(bench: Bench, stage: Stage) -> dict[str, float]:
+    """Everything that a table shows of a stage: loss, kl, recall of its heads, exact_match and what is beside them."""
+    with running(bench, stage) as path:
+        scores = token_scores(path, stage, bench)
+        if stage.heads is not None:
+            scores["recall"] = head_recall(path, bench.batches, own=False)["mean"]
+        return scores | exact_match(path, stage, bench)
+
+
+@torch.no_grad()
+def token_scores(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, float]:
+    """Mean cross-entropy, KL(teacher || stage) and reverse KL(stage || teacher), in nats per completion token.
+
+    Both divergences are over the whole vocabulary, on the teacher's completions.
+    """
+    loss = divergence = reverse = 0.0
+    for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
+        hidden_NH = hidden_at_labels(path, batch, routing_of(path, stage, batch))
+        target_N = batch.labels_BT[batch.labels_BT != IGNORE]
+        for own, other, target in zip(hidden_NH.split(1024), teacher_NH.split(1024), target_N.split(1024), strict=True):
+            logp = path.model.lm_head(own).float().log_softmax(-1)
+            teacher_logp = bench.teacher.model.lm_head(other).float().log_softmax(-1)
+            loss -= float(logp.gather(-1, target[:, None]).sum())
+            divergence += float((teacher_logp.exp() * (teacher_logp - logp)).sum())
+            reverse += float((logp.exp() * (logp - teacher_logp)).sum())
+    count = sum(batch.valid for batch in bench.batches)
+    return {"loss": loss / count, "kl": divergence / count, "reverse_kl": reverse / count}
+
+
+def exact_match(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, float]:
+    """Greedy completions of all rows that have an answer: share right in total and per task, cut off, repetition."""
+    sample, chat = bench.config.sample, bench.student.chat
+    checked = [row for row in bench.rows if row.answer]
+    if not checked:
+        return {}
+    right: dict[str, list[bool]] = {}
+    cut = repeated = 0.0
+    for start in range(0, len(checked), sample.batch):
+        part = checked[start : start + sample.batch]
+        completions = generate(
+            path,
+            [row.prompt_ids for row in part],
+            Sampling(sample.max_new_tokens),
+            end_ids=chat.end_ids,
+            pad_id=chat.pad_id,
+            native_k=stage.native_k,
+        )
+        for row, done in zip(part, completions, strict=True):
+            right.setdefault(row.task, []).append(is_correct(row.answer, chat.text(done.ids)))
+            cut += done.finish_reason == "length"
+            repeated += repetition(done.ids)
+    per_task = {task: sum(values) / len(values) for task, values in sorted(right.items())}
+    count = len(checked)
+    total = sum(sum(values) for values in right.values()) / count
+    return {"exact_match": total, **per_task, "truncated": cut / count, "repetition": repeated / count}
+
+
+def repetition(ids: Sequence[int], n: int = 4) -> float:
+    """Share of a completion's n-grams that it has written before, 0..1 (seq-rep-4 of Welleck et al. 2019)."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,104 @@
+"""Where the held-out KL of a finished nano training sits: in which rows, and in how few tokens.
+
+    python -m recipes.nano.where_kl runs/nano-seed0 runs/nano-paper-seed0
+
+Prints, for int4 at the served K and for every stage with a LoRA: the mean KL(teacher || stage) a token and its standard
+error over rows, the share that the ten worst tokens hold, the same mean over rows in which the teacher's own (sampled) text
+ends in the right answer and over the others, and the quantiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from edge0_train.adapters import read_input
+from edge0_train.config import Config, config_directory, read_config
+from edge0_train.data.rows import IGNORE, read_data
+from edge0_train.data.tasks import is_correct
+from edge0_train.phases.evaluate import STAGE_NAMES, Bench, Stage, load_heads, open_bench, running
+from edge0_train.report import table
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def stages(config: Config, bench: Bench) -> Iterator[Stage]:
+    """int4 at the served K, then the stages of `config.chain` that have a LoRA."""
+    yield Stage(f"int4, K={config.tier.k}", config.tier.k)
+    heads = None
+    for phase in config.chain:
+        files = {kind: Path(config.root) / phase / config.tier.file_name(kind) for kind in ("prerouter", "lora")}
+        if files["prerouter"].is_file() and (adapter := read_input(config, "prerouter", str(files["prerouter"]))):
+            heads = load_heads(bench.student.path, adapter)
+        if files["lora"].is_file() and (adapter := read_input(config, "lora", str(files["lora"]))):
+            yield Stage(STAGE_NAMES[phase], heads=heads, lora=adapter.tensors)
+
+
+@torch.no_grad()
+def row_kl(bench: Bench, stage: Stage) -> list[torch.Tensor]:
+    """KL(teacher || stage) in nats at every completion token, float64, a tensor for each row."""
+    found: list[torch.Tensor] = []
+    with running(bench, stage) as path:
+        for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
+            routing = path.native(stage.native_k) if stage.native_k else path.predicted(batch.decoded_BT)
+            at_BT = batch.labels_BT != IGNORE
+            hidden_NH = path.hidden(batch.input_ids_BT, routing, use_cache=False).last_hidden_state[at_BT]
+            logp = path.model.lm_head(hidden_NH).double().log_softmax(-1)
+            teacher_logp = bench.teacher.model.lm_head(teacher_NH).double().log_softmax(-1)
+            found += (teacher_logp.exp() * (teacher_logp - logp)).sum(-1).split(at_BT.sum(1).tolist())
+    return found
+
+
+def facts(bench: Bench, stage: Stage) -> dict[str, Any]:
+    """One line of the table."""
+    rows = row_kl(bench, stage)
+    every_N = torch.cat(rows).sort(descending=True).values
+    sums_R, counts_R = torch.stack([row.sum() for row in rows]), torch.tensor([len(row) for row in rows])
+    mean = float(sums_R.sum() / counts_R.sum())
+    # of a ratio of sums over rows, to first order
+    error = float((sums_R - mean * counts_R).square().sum().sqrt() / counts_R.sum())
+    right_R = torch.tensor(
+        [is_correct(row.answer, bench.student.chat.text(row.completion_ids)) for row in bench.rows if row.answer]
+    )
+
+    def mean_of(chosen_R: torch.Tensor) -> float:
+        return float(sums_R[chosen_R].sum() / counts_R[chosen_R].sum())
+
+    return {
+        "stage": stage.name,
+        "KL": mean,
+        "+-": error,
+        "10 tokens": float(every_N[:10].sum() / every_N.sum()),
+        "rows right": mean_of(right_R),
+        "rows wrong": mean_of(~right_R),
+        "wrong's tokens": float(counts_R[~right_R].sum() / counts_R.sum()),
+        "wrong's KL": float(sums_R[~right_R].sum() / sums_R.sum()),
+    } | {f"q{quantile}": float(every_N.quantile(quantile)) for quantile in QUANTILES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("roots", type=Path, nargs="+", help="directories of finished trainings")
+    parser.add_argument("--set", nargs="*", default=[], help="settings, e.g. experiment=long_chain")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for root in arguments.roots:
+        with initialize_config_dir(str(config_directory()), version_base=None):
+            config = read_config(compose("train", ["phase=evaluate", "tier=nano", f"root={root}", *arguments.set]))
+        data, _ = read_data(config.text.rows, config.text.max_length)
+        bench = open_bench(config, data.held_out)
+        lines = [facts(bench, stage) for stage in stages(config, bench)]
+        print(f"{root}, {len(bench.rows)} rows\n" + table(list(lines[0]), [list(line.values()) for line in lines]))
+
+
+if __name__ == "__main__":
+    main()

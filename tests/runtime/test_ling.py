@@ -1,0 +1,120 @@
+"""Ling 3 served from its published layout: the same tokens however the prompt is cut, and its errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.engine import Engine
+from edge0_runtime.inspection import inspect
+from edge0_runtime.lora import apply_lora
+from edge0_runtime.network import load_network
+from edge0_train.base import quantize_checkpoint
+from tests.random_adapters import random_lora, write_adapters
+from tests.tiny_ling import publish, tiny_ling, tiny_ling_tier
+from tests.twins import TWINS
+
+TIER = tiny_ling_tier(
+    num_experts_per_tok=4, lora={"r": 4, "alpha": 8, "targets": list(TWINS["bailing_moe_v3"].targets)}
+)
+PROMPT = np.random.default_rng(3).integers(3, 384, size=11).tolist()
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ling")
+    quantize_checkpoint(tiny_ling(root / "hf", num_experts_per_tok=4), root / "int4", TIER)
+    return root / "int4"
+
+
+@pytest.fixture(scope="module")
+def published(converted: Path) -> Path:
+    directory = publish(converted, converted.parent / "hf", converted.parent / "published")
+    write_adapters(directory, TIER)
+    return directory
+
+
+def served(engine: Engine, chunks: list[list[int]]) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens and the experts [steps, MoE layers, K] of every step, the prompt given in chunks."""
+    model = engine.model
+    model.start()
+    for chunk in chunks[:-1]:
+        model.prefill(chunk, last=False)
+    logits = model.prefill(chunks[-1], last=True)
+    tokens, experts = [], []
+    for _ in range(STEPS):
+        assert logits is not None
+        tokens.append(int(logits.argmax()))
+        experts.append(model.executed())
+        logits = model.decode(tokens[-1])
+    return tokens, np.stack(experts)
+
+
+def test_how_the_prompt_is_cut_changes_nothing(published: Path) -> None:
+    """A last chunk of one token too: latent attention takes the other side of its absorbed projection there."""
+    with Engine.load(published) as engine:
+        expected = served(engine, [PROMPT])
+        assert engine.model.prerouter is not None and engine.model.prerouter.predicted_steps == STEPS
+        for size in (1, 4, 5):
+            chunks = [PROMPT[start : start + size] for start in range(0, len(PROMPT), size)]
+            tokens, experts = served(engine, chunks)
+            assert tokens == expected[0] and np.array_equal(experts, expected[1])
+        assert engine.stats()["dropped_experts"] == 0
+
+
+def test_without_adapters_it_is_mlx_lm_s_own_model(converted: Path, tmp_path: Path) -> None:
+    """Own gates, expert bias included, at the tier's K."""
+    directory = tmp_path / "model"
+    shutil.copytree(converted, directory)
+    write_adapters(directory, TIER)
+    network, _ = load_model(converted)
+    network.set_dtype(mx.float32)
+    for layer in network.layers[1:]:
+        layer.mlp.gate.top_k = TIER.k
+    cache = make_prompt_cache(network)
+    logits, expected = network(mx.array([PROMPT]), cache=cache)[0, -1], []
+    for _ in range(STEPS):
+        expected.append(int(logits.argmax()))
+        logits = network(mx.array([[expected[-1]]]), cache=cache)[0, -1]
+    with Engine.load(directory, prerouter=False, lora=False) as engine:
+        assert served(engine, [PROMPT])[0] == expected
+    with Engine.load(directory, lora=False) as engine:
+        assert served(engine, [PROMPT])[0] != expected
+
+
+def test_a_router_that_chooses_otherwise_than_the_tier_is_refused(published: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(published, directory)
+    config = json.loads((directory / "config.json").read_text())
+    del config["topk_group"]  # mlx-lm would silently take its default
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Edge0Error, match=r"topk_group: tier tiny-ling has 2, config\.json has nothing"):
+        Engine.load(directory)
+
+
+def test_inspect_counts_the_experts_under_either_name(converted: Path, published: Path) -> None:
+    data = inspect(published)
+    assert data["problems"] == [] and data["base"]["expert_bytes"] == 3 * 8 * (3 * 64 * 64 // 2 + 3 * 64 * 64 // 64 * 4)
+
+
+def test_a_lora_that_does_not_fit_the_absorbed_projection_is_refused(published: Path) -> None:
+    network = load_network(published, TIER.layout, float32=True)
+    path, tensors = "model.layers.3.attention.kv_b_proj", random_lora(TIER)
+    tensors[f"{path}.lora_B"] = tensors[f"{path}.lora_B"][:-1]
+    tensors[f"{path}.lora_A"] = tensors[f"{path}.lora_A"].T
+    with pytest.raises(Edge0Error) as error:
+        apply_lora(network, tensors, TIER.lora, mx.float32)
+    assert f"{path}.lora_A has shape [64, 4], the model wants [4, 64]" in str(error.value)
+    assert f"{path}.lora_B has shape [159, 4], the model wants [160, 4]" in str(error.value)
+    stranger = {f"model.layers.0.attention.kv_b_proj.lora_{half}": np.zeros((4, 4)) for half in "AB"}
+    with pytest.raises(Edge0Error, match=r"layers\.0\.attention\.kv_b_proj is no module of the model"):
+        apply_lora(network, stranger, TIER.lora, mx.float32)
