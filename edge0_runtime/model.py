@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from edge0_runtime.arms import SameToken
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
@@ -213,7 +214,7 @@ class ServedModel:
 
     def start(self) -> None:
         """Begin a new sequence; nothing of the last one remains, and nothing is being read for it."""
-        self._kv = self._network.make_cache()
+        self._kv = make_prompt_cache(self._network)
         self._step = 0
         self._logits: mx.array | None = None  # of the last pass, maybe not evaluated yet
         self._predicted_for: mx.array | None = None  # the token that the next step's predictions are for

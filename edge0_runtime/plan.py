@@ -159,5 +159,5 @@ def workspace_bytes(tier: Tier, tokens: int) -> int:
     Rows gathered for the experts dominate: their input sorted, the expert's two inner arrays and their product,
     its output and the weighted output.
     """
-    hidden, inner = tier.hidden_size, tier.architecture["moe_intermediate_size"]
+    hidden, inner = tier.hidden_size, tier.expert_width
     return FLOAT_BYTES * tokens * (tier.k * (3 * hidden + 3 * inner) + 16 * hidden)

@@ -30,13 +30,18 @@ from tests.parity.test_base_parity import (
     torch_steps,
 )
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FLAT},
     "qwen3_moe, not renormalised, tied": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
     "olmoe, renormalised": ("olmoe", {"norm_topk_prob": True}),
     "qwen3_next, every second": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"] * 2}),
     "deepseek_v3, no low rank, ungrouped": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
-    "deepseek_v3, all sparse": ("deepseek_v3", {"first_k_dense_replace": 0}),
+    "deepseek_v3, all sparse, another epsilon": ("deepseek_v3", {"first_k_dense_replace": 0, "rms_norm_eps": 1e-3}),
+    "deepseek_v3, YaRN": ("deepseek_v3", {"rope_parameters": YARN, "max_position_embeddings": 64}),
     "glm4_moe, no biases, no norms": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
 }
 
@@ -98,7 +103,12 @@ def test_a_bfloat16_base_is_the_float32_base_rounded_once(family: str, tmp_path:
         ("qwen3_moe", {"attention_bias": True}, "attention_bias: True"),
         ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: "),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
-        ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_scaling: "),
+        ("qwen3_moe", {"rope_parameters": YARN}, "rope_scaling: "),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_scaling: ",
+        ),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob: False"),
     ],
 )

@@ -18,6 +18,7 @@ from edge0_train.propose import inspect_command, propose
 from edge0_train.synthetic import synthetic_config
 from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
 from tests.tiny_models import TEACHER
+from tests.train.real_configs import PARAMETERS, REAL
 
 
 def config_only(directory: Path, config: Any) -> Path:
@@ -132,3 +133,13 @@ def test_tiers_of_the_users_own_folder_are_choices(tmp_path):
         cli._check_choices([*flags, "tier=nano"])
     with pytest.raises(Edge0Error, match=r"tier: 'own' is unknown; choose one of 35b"):
         cli._check_choices(["tier=own"])
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_public_models_get_a_tier_of_their_size(model, tmp_path):
+    """Their own config.json; layers, experts and names sum to the number of parameters that they are known by."""
+    proposal = propose(config_only(tmp_path / model, REAL[model]))
+    found = float(proposal.facts["parameters"].split(", bf16")[0].replace(",", ""))
+    assert found == pytest.approx(PARAMETERS[model], rel=0.005)
+    assert proposal.tier.base_k == REAL[model]["num_experts_per_tok"] and proposal.tier.k == proposal.tier.base_k // 2
+    assert Tier.from_dict(yaml.safe_load(proposal.yaml())) == proposal.tier

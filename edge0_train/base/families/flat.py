@@ -124,6 +124,12 @@ _PLAIN: dict[str, Any] = {"hidden_act": "silu", "rope_scaling": None}
 _ALL_SPARSE: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
+def _yarn_or_none(config: Config) -> Any:
+    """YaRN is the same on both sides, its attention factors included."""
+    scaling = config.get("rope_scaling")
+    return scaling if scaling and scaling.get("rope_type", scaling.get("type")) == "yarn" else None
+
+
 def _names(
     family: str,
     table: tuple[Link, ...],
@@ -174,6 +180,7 @@ FLAT_FAMILIES = (
             "attention_bias": False,
             "norm_topk_prob": True,
             "rope_interleave": True,
+            "rope_scaling": _yarn_or_none,
             "moe_layer_freq": 1,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
