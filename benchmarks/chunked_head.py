@@ -1,21 +1,24 @@
 """Peak memory and time of the vocabulary losses, chunked against dense, with a head of 248,320 rows (35b's vocabulary).
 
-    python benchmarks/chunked_head.py                    # 256, 1024 and 4096 tokens; some minutes on two cores
+    python benchmarks/chunked_head.py                    # 256 to 4096 tokens; some minutes on two cores
 
 Every cell is a process of its own: forward and backward of one loss on [tokens, 256] hidden states in float32 (the hidden size is
 small so that the dense form fits), head frozen as in training. Memory is the rise of the peak resident set above what the
 process held before the loss; time is CPU time, which busy neighbours do not stretch. A cell that would pass --limit-gib ends
 with "does not fit" instead of troubling its neighbours.
 
-AMD EPYC, 2 cores, Linux; torch 2.13.0+cpu, 1 thread, float32; head 248,320 x 256, top-k 64; limit 14 GiB:
+One run of 29 November 2026, `--limit-gib 12.5`, beside other work (load 5 to 9 on 2 cores):
+AMD EPYC, 2 cores, Linux; torch 2.13.0+cpu, 1 thread, float32; head 248,320 x 256, top-k 64; limit 12.5 GiB
 
     loss           tokens     dense GiB  dense CPU s  chunked GiB  chunked CPU s
-    cross-entropy     256          0.72          1.3         0.72            2.0
-    cross-entropy    1024          2.85          5.1         2.85            7.6
-    cross-entropy    4096         11.38         30.9         2.87           31.2
-    reverse KL        256          1.19          2.3         1.20            3.5
-    reverse KL       1024          4.75          8.7         4.75           12.7
-    reverse KL       4096  does not fit            -         4.76           51.6
+    cross-entropy     256          0.72          2.1         0.72            2.0
+    cross-entropy    1024          2.85          5.8         2.85            8.4
+    cross-entropy    2048          5.69         14.6         2.86           15.5
+    cross-entropy    4096         11.38         29.9         2.86           31.9
+    reverse KL        256          1.19          2.5         1.20            3.4
+    reverse KL       1024          4.75          9.1         4.75           13.3
+    reverse KL       2048          9.48         21.8         4.75           27.0
+    reverse KL       4096  does not fit            -         4.76           52.2
 
 A chunk is 1024 tokens: beyond one chunk the memory of the chunked form stays, that of the dense form grows with the tokens.
 """
@@ -46,7 +49,7 @@ GIB = 2**30
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2048, 4096])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit-gib", type=float, default=14.0)
     parser.add_argument("--cell", nargs=3, metavar=("LOSS", "FORM", "TOKENS"), help=argparse.SUPPRESS)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save
+from torch import nn
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
@@ -55,11 +57,22 @@ class Scorer:
         if self.kept:
             score(self.kept)
             return
-        model, device = self.student.path.model, self.config.base.device
-        model.to("cpu")
-        score(build_teacher(self.config))
-        gc.collect()  # modules and hooks refer to each other: without it the teacher would stay beside the student
-        model.to(device)
+        with in_host_memory(self.student.path.model):
+            score(build_teacher(self.config))
+            gc.collect()  # modules and hooks refer to each other: without it the teacher would stay beside the student
+
+
+@contextmanager
+def in_host_memory(model: nn.Module) -> Iterator[None]:
+    """Inside the block, what the model has on a device lies in host memory; what is not there (base.residency) is left alone."""
+    placed = [(t, t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "cpu"]
+    for tensor, _ in placed:
+        tensor.data = tensor.data.cpu()
+    try:
+        yield
+    finally:
+        for tensor, device in placed:
+            tensor.data = tensor.data.to(device)
 
 
 def score(config: Config, directory: Path, scorer: Scorer, pad_id: int, rollout: list[TextRow]) -> list[Scored]:

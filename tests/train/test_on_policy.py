@@ -8,7 +8,7 @@ import importlib
 import json
 import weakref
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +173,28 @@ def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(t
     visiting, _ = trained("visiting", "teacher.resident=false")
     assert len(alive) == 2 and set(while_training) == {0}
     assert all(np.array_equal(visiting[name], value) for name, value in resident.items())
+
+
+class Place(str):
+    """Stands for a tensor's values, of which only the place is known."""
+
+    def cpu(self) -> Place:
+        return Place("cpu")
+
+    def to(self, device: torch.device) -> Place:
+        return Place(device)
+
+
+def test_a_waiting_student_leaves_the_device_and_comes_back_as_it_was():
+    """Codes that lie in host memory or on disk (base.residency) stay there: they were never on the device."""
+    places = ("cuda:1", "cpu", "cuda:0")
+    one, codes, other = (SimpleNamespace(device=torch.device(place), data=Place(place)) for place in places)
+    model: Any = SimpleNamespace(parameters=lambda: [one], buffers=lambda: [codes, other])
+    before = codes.data
+    with pytest.raises(ZeroDivisionError), scoring.in_host_memory(model):
+        assert [one.data, other.data] == ["cpu", "cpu"] and codes.data is before
+        raise ZeroDivisionError
+    assert [one.data, other.data] == ["cuda:1", "cuda:0"] and codes.data is before
 
 
 def test_the_plan_counts_a_resident_teacher_alone(path):
