@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -57,6 +57,15 @@ class Step:
     finish_reason: FinishReason | None
     experts: np.ndarray | None = None
     logits: np.ndarray | None = None
+
+
+class _Choice(NamedTuple):
+    """A step's outcome, maybe not evaluated yet."""
+
+    token: mx.array
+    logprob: mx.array
+    finite: mx.array
+    logits_V: mx.array
 
 
 class Engine:
@@ -248,19 +257,30 @@ class Engine:
             self.model.start()
             self._requests += 1
             logits = self._prefill(prompt_ids, cancel)
+            if logits is None:
+                yield Step(0, -1, 0.0, "cancelled")
+                return
+            # Where no expert is waited for, a step is built while the one before computes. A trace looks at each.
+            ahead = self.model.never_waits and not trace
+            choice = self._choose(logits, sample)
             for index in range(max_tokens):
-                if logits is None or cancel.is_set():
+                if cancel.is_set():
                     yield Step(index, -1, 0.0, "cancelled")
                     return
-                token, logprob = self._choose(logits, sample)
+                following = None
+                if ahead and index + 1 < max_tokens:
+                    mx.async_eval(*choice)
+                    following = self._choose(self.model.decode_ahead(choice.token), sample)
+                    mx.async_eval(*following)
+                token, logprob = self._read(choice, ahead)
                 self._generated_tokens += 1
                 finish = _finish(token in stop_ids, index + 1 == max_tokens)
                 experts = self.model.executed() if trace else None
-                logits_V = np.array(logits.astype(mx.float32)) if trace else None
+                logits_V = np.array(choice.logits_V.astype(mx.float32)) if trace else None
                 yield Step(index, token, logprob, finish, experts, logits_V)
                 if finish is not None:
                     return
-                logits = self.model.decode(token)
+                choice = following or self._choose(self.model.decode(token), sample)
         finally:
             self.model.start()  # gives the request's memory back, also after an error
             mx.clear_cache()
@@ -281,16 +301,21 @@ class Engine:
         self._prompt_tokens += len(prompt_ids)
         return self.model.prefill(last, last=True)
 
-    def _choose(self, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> tuple[int, float]:
-        """The next token and its log-probability: a step's one evaluation, the predictions for the next included."""
+    def _choose(self, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> _Choice:
+        """The next token, not evaluated yet, and the predictions that depend on it."""
         token = sample(logits_V)
         self.model.predict(token)
-        finite = mx.isfinite(logits_V).all()
-        logprob = _logprobs(logits_V)[token]
-        self.model.flush(token, logprob, finite)
-        if not finite.item():
+        return _Choice(token, _logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
+
+    def _read(self, choice: _Choice, ahead: bool) -> tuple[int, float]:
+        """Token and log-probability: a step's one evaluation, the predictions for the next included."""
+        if ahead:
+            mx.eval(*choice)
+        else:
+            self.model.flush(*choice)
+        if not choice.finite.item():
             raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
-        return int(token), float(logprob)
+        return int(choice.token), float(choice.logprob)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading; `dropped_experts` is always 0."""

@@ -128,7 +128,7 @@ class ServedModel:
         self._modules = dict(self._network.named_modules())
         self._embed = self._modules[self.tier.layout.embedding]
         if self._float32:
-            to_float32(self._network)
+            to_float32(self._network, packed_too=False)
         adapter_dtype = mx.float32 if self._float32 else mx.float16
         heads, lora = adapters.prerouter, adapters.lora
         self.prerouter = None if heads is None else Prerouter(self.tier, heads.tensors, adapter_dtype)
@@ -138,11 +138,16 @@ class ServedModel:
             self.lora_modules = apply_lora(self._network, lora.tensors, lora.tier.lora, adapter_dtype)
         adapter_bytes = network_nbytes(self._network) - network_bytes
         adapter_bytes += 0 if self.prerouter is None else self.prerouter.nbytes
-        self._fixed = {"resident_bytes": network_bytes - self._expert_nbytes(), "adapter_bytes": adapter_bytes}
+        base_bytes = network_bytes - self._expert_nbytes()
+        self._fixed = {"resident_bytes": base_bytes, "adapter_bytes": adapter_bytes}
         self._wrap_blocks()
         self.set_arm(self.serving.arm)
         if self.serving.arm != "resident":
             self.resize(self.serving.budget_bytes)
+        if self._float32 and (self.plan is None or self.plan.full):  # memory isn't scarce
+            before = network_nbytes(self._network)
+            to_float32(self._network, packed_too=True)
+            self._fixed["resident_bytes"] += network_nbytes(self._network) - before
         evaluate(self._network)
 
     @property
@@ -237,7 +242,7 @@ class ServedModel:
         if self.predictor is not None:
             self.predictor.begin_prefill()
         whole = len(token_ids) * self.tier.k >= WHOLE_LAYER_USES * self.tier.num_experts
-        logits = self._forward(token_ids, whole_layers=whole)
+        logits = self._forward(mx.array(list(token_ids)), whole_layers=whole)
         if last:
             return logits
         self._logits = None  # nobody wants them, so they aren't computed
@@ -256,10 +261,19 @@ class ServedModel:
             self.predict(mx.array(token_id))
         if not self._read_ahead:
             self.flush()
+        return self.decode_ahead(mx.array(token_id))
+
+    @property
+    def never_waits(self) -> bool:
+        """Whether all experts are in memory for good, so that a step may be built before the last one is known."""
+        return self.memory is None or all(pool.full for pool in self.memory.pools)
+
+    def decode_ahead(self, token: mx.array) -> mx.array:
+        """`decode` of the token that `predict` was told, which may not be evaluated yet where the model never waits."""
         if self.predictor is not None:
             self.predictor.begin_decode(self._step)
         self._step += 1
-        return self._forward([token_id], whole_layers=False)
+        return self._forward(token[None], whole_layers=False)
 
     def predict(self, token: mx.array) -> None:
         """Run all heads for the step that will process `token`, a scalar id that may not be evaluated yet.
@@ -302,14 +316,14 @@ class ServedModel:
         """Predictions for the next step, maybe not evaluated yet."""
         return [] if self._predictions is None else [self._predictions]
 
-    def _forward(self, token_ids: Sequence[int], *, whole_layers: bool) -> mx.array:
-        if self._logits is not None:  # their graph may still have to compute from slots that this pass overwrites
-            mx.eval(self._logits)
+    def _forward(self, tokens_T: mx.array, *, whole_layers: bool) -> mx.array:
+        if self._logits is not None and not self.never_waits:
+            mx.eval(self._logits)  # their graph may have to compute from slots that this pass overwrites
         self._settled()
         self._predicted_for = None
         if self.memory is not None:
             self.memory.begin(whole_layers=whole_layers)
-        logits_1TV = self._network(mx.array([list(token_ids)]), cache=self._kv)
+        logits_1TV = self._network(tokens_T[None], cache=self._kv)
         if self.predictor is not None:
             self.predictor.advance(self.log.executed)
         self._logits = logits_1TV[0, -1]

@@ -128,7 +128,7 @@ def test_options_that_make_no_sense_are_refused(tiny_dir: Path, options: dict[st
 def test_the_budget_may_change_between_requests_and_only_there(
     tiny_dir: Path, budget: Callable[..., float], long_prompts: list[list[int]]
 ) -> None:
-    with Engine.load(tiny_dir) as engine:
+    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 20)) as engine:
         expected = outputs(engine, long_prompts)
         for slots in (2, 32, 7, 1, 20):
             engine.set_memory_budget(budget(tiny_dir, slots))

@@ -176,7 +176,8 @@ def test_only_consumers_follow_the_heads(make_dir: Callable[..., Path], prompts:
         prerouter = engine.model.prerouter
         assert prerouter is not None and prerouter.owners == (0, 1)
         chosen = []
-        for index, _ in enumerate(engine.generate(prompts[2], max_tokens=4, ignore_eos=True)):
+        # Traced, since without a trace a step may be built before the one before is handed out.
+        for index, _ in enumerate(engine.generate(prompts[2], max_tokens=4, ignore_eos=True, trace=True)):
             chosen.append([prerouter.predicts(layer) for layer in range(4)])
             if index >= 2:
                 pending = np.array(engine.model.pending()[0])
