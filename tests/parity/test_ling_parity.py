@@ -120,6 +120,18 @@ def test_a_bfloat16_base_keeps_float32_what_transformers_computes_in_it(publishe
         assert half(some_ids(8)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("form", ["converted", "published"])
+def test_a_packed_base_has_the_same_values(request: pytest.FixtureRequest, form: str) -> None:
+    """kv_b_proj too: put together from its absorbed halves it stays float, packed in the file it stays packed."""
+    directory, ids = request.getfixturevalue(form), some_ids(12)
+    full, _ = load_base(directory, TIER)
+    packed, _ = load_base(directory, TIER, packed="device")
+    with torch.no_grad():
+        assert torch.equal(packed(ids).logits, full(ids).logits)
+    kv_b = packed.get_submodule("model.layers.3.self_attn.kv_b_proj")
+    assert ("weight" in dict(kv_b.named_parameters())) == (form == "converted")
+
+
 # -- logits
 
 
