@@ -17,6 +17,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.inspection import inspect
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.network import load_network
+from edge0_runtime.settings import ARMS
 from edge0_train.base import quantize_checkpoint
 from tests.random_adapters import random_lora, write_adapters
 from tests.tiny_ling import publish, tiny_ling, tiny_ling_tier
@@ -69,6 +70,17 @@ def test_how_the_prompt_is_cut_changes_nothing(published: Path) -> None:
             tokens, experts = served(engine, chunks)
             assert tokens == expected[0] and np.array_equal(experts, expected[1])
         assert engine.stats()["dropped_experts"] == 0
+
+
+def test_arms_with_the_layers_own_gates_compute_the_same(published: Path) -> None:
+    """On demand, from history and all resident, LoRA included; routing a layer from the one below is another model."""
+    tokens = {}
+    for arm in ARMS:
+        with Engine.load(published, arm=arm) as engine:
+            tokens[arm] = [step.token for step in engine.generate(PROMPT, max_tokens=10, ignore_eos=True)]
+            assert engine.stats()["dropped_experts"] == 0
+    assert tokens["on_demand"] == tokens["history"] == tokens["resident"]
+    assert len({tuple(tokens[arm]) for arm in ("prerouter", "same_token", "resident")}) == 3
 
 
 def test_without_adapters_it_is_mlx_lm_s_own_model(converted: Path, tmp_path: Path) -> None:
