@@ -21,7 +21,7 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.families import family
+from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.files import raise_problems, strict_json
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.layout import checkpoint_layout, expert_nbytes, nbytes
@@ -131,7 +131,7 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
             "model": label,
             "family": names.family,
             "k": k or max(1, base_k // 2),
-            "router": _router(text, layout.expert_bias is not None),
+            "router": _router(text, layout),
             "feature_topk": "executed",
             "first_token": "gate",
             **_owners(layout.moe_layers(architecture), architecture["num_hidden_layers"]),
@@ -166,9 +166,10 @@ def names_of(config: Mapping[str, Any]) -> FamilyNames:
     )
 
 
-def _router(config: Mapping[str, Any], chooses: bool) -> dict[str, Any]:
-    if not chooses:
-        return {"kind": "softmax_topk", "renormalise": bool(config.get("norm_topk_prob", True))}
+def _router(config: Mapping[str, Any], layout: Family) -> dict[str, Any]:
+    if layout.expert_bias is None:
+        field = layout.renormalises
+        return {"kind": "softmax_topk", "renormalise": field is None or bool(config.get(field, True))}
     return {
         "kind": "sigmoid_group",
         "n_group": config.get("n_group", 1),

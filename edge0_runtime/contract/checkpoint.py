@@ -158,8 +158,8 @@ class Checkpoint:
         problems = []
         if (tier.router.kind == "sigmoid_group") != (layout.expert_bias is not None):
             problems.append(f"router.kind: tier {tier.name} has {tier.router.kind}, {tier.family} routes otherwise")
-        if tier.router.kind == "softmax_topk" and "norm_topk_prob" in config:
-            wanted["norm_topk_prob"] = tier.router.renormalise
+        if layout.renormalises in config:
+            wanted[layout.renormalises] = tier.router.renormalise
         for field, expected in wanted.items():
             actual = layout.config_value(config, field, None if field in layout.optional else "nothing")
             if field == "full_attention_interval" and "layer_types" in config:

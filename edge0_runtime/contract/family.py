@@ -31,6 +31,7 @@ class Family:
         is_moe: (architecture, layer) -> whether the layer has routed experts.
         expert_bias: name of the expert bias below the router of a family whose router chooses the experts and their
             weights itself (sigmoid_group). None: its router is a linear layer, and the block chooses by its logits.
+        renormalises: the config.json field that says whether the chosen experts' weights are renormalised; None: they always are.
         from_zero: fields like the required ones, but whole numbers from 0. optional: whole numbers from 1, or absent,
             or null in config.json.
         num_experts: the field that counts the routed experts of a layer.
@@ -50,6 +51,7 @@ class Family:
     layer_modules: Callable[[Architecture, int], dict[str, tuple[int, int]]]
     is_moe: Callable[[Architecture, int], bool] = lambda arch, layer: True
     expert_bias: str | None = None
+    renormalises: str | None = None
     from_zero: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     num_experts: str = "num_experts"

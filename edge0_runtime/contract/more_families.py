@@ -80,12 +80,14 @@ def _family(name: str, **facts: object) -> Family:
 MORE_FAMILIES = {
     "qwen3_moe": _family(
         "qwen3_moe",
+        renormalises="norm_topk_prob",
         required=(*_COMMON, "num_key_value_heads", "head_dim", "num_experts", "moe_intermediate_size"),
         aliases={"num_experts": "num_local_experts"},
         layer_modules=lambda arch, layer: _attention(arch, arch["head_dim"]),
     ),
     "qwen3_next": _family(
         "qwen3_next",
+        renormalises="norm_topk_prob",
         required=(
             *_COMMON, "num_key_value_heads", "head_dim", "num_experts", "moe_intermediate_size",
             "shared_expert_intermediate_size", "full_attention_interval", "linear_num_key_heads", "linear_key_head_dim",
@@ -95,6 +97,7 @@ MORE_FAMILIES = {
     ),
     "olmoe": _family(
         "olmoe",
+        renormalises="norm_topk_prob",
         required=(*_COMMON, "num_key_value_heads", "num_experts", "intermediate_size"),
         aliases={"num_experts": "num_local_experts"},
         expert_width="intermediate_size",

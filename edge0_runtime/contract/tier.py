@@ -37,8 +37,8 @@ class Router:
         kind: softmax_topk (softmax, top-k, renormalise) or sigmoid_group (sigmoid, best groups, top-k, renormalise, scale).
         n_group, topk_group: sigmoid_group only: number of expert groups, and how many of them are kept.
         scaling: factor on the renormalised weights (8b: 2.5).
-        renormalise: softmax_topk only: false leaves the chosen experts' softmax as it is, for a base whose config.json says
-            `norm_topk_prob: false`. Absent in older files.
+        renormalise: false leaves the chosen experts' softmax as it is, for a base whose config.json says so
+            (`Family.renormalises`). Absent in older files.
         mass_k: softmax_topk only: weights are divided by the mass of the `mass_k` likeliest experts instead of by that of the K
             chosen, so that what was not chosen still counts; 0: by the K chosen. Not in the public project; absent in
             older files. A rule of the served K: the teacher, and a base at another K, know nothing of it.
@@ -301,8 +301,8 @@ def _validate(tier: Tier) -> None:
         raise Edge0Error(
             f"tier.k: {tier.k} is larger than the {tier.num_experts} experts of {tier.model}; lower tier.k"
         )
-    if not router.renormalise and router.kind != "softmax_topk":
-        raise Edge0Error(f"tier.router.renormalise: false is served for softmax_topk only, not for {router.kind}")
+    if not router.renormalise and layout.renormalises is None:
+        raise Edge0Error(f"tier.router.renormalise: {tier.family} always renormalises; it must be true")
     if router.mass_k and (router.kind != "softmax_topk" or not tier.k <= router.mass_k <= tier.num_experts):
         raise Edge0Error(
             f"tier.router.mass_k: {router.mass_k} must be 0, or with softmax_topk from k = {tier.k} to the"

@@ -272,3 +272,16 @@ def test_a_dense_layer_or_a_low_rank_query_may_be_absent():
     assert tier.lora_modules()["model.layers.3.attention.q_proj"] == (1536, 16 * 192)
     del numbers["first_k_dense_replace"]
     refused(data | {"architecture": numbers}, "first_k_dense_replace missing")
+
+
+def test_only_a_family_that_may_leave_weights_alone_has_a_tier_that_does(data):
+    router = {"kind": "softmax_topk", "renormalise": False}
+    with pytest.raises(Edge0Error, match=r"tier\.router\.renormalise: qwen3_5_moe always renormalises"):
+        Tier.from_dict(data | {"router": router})
+    numbers = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 384, "num_experts_per_tok": 4, "num_attention_heads": 2,
+               "num_key_value_heads": 1, "num_experts": 8, "intermediate_size": 64}  # fmt: skip
+    lora = {"r": 4, "alpha": 8, "targets": ["self_attn.q_proj"]}
+    olmoe = {"family": "olmoe", "architecture": numbers, "owners": [1], "consumers": [2], "lora": lora}
+    assert not Tier.from_dict(data | olmoe | {"router": router}).router.renormalise
+    with pytest.raises(Edge0Error, match=r"tier\.router\.renormalise: 'no' is neither true nor false"):
+        Tier.from_dict(data | olmoe | {"router": router | {"renormalise": "no"}})

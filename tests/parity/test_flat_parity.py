@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from mlx_lm.convert import convert
 from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Router
 from edge0_runtime.network import load_network
 from edge0_train.base import load_base, load_teacher, quantize_checkpoint
 from edge0_train.base.names import family_names
@@ -94,6 +96,13 @@ def test_a_bfloat16_base_is_the_float32_base_rounded_once(family: str, tmp_path:
         assert torch.equal(half.state_dict()[name], tensor if name in kept else tensor.bfloat16()), name
     with torch.no_grad():
         assert half(some_ids(8)).logits.isfinite().all()
+
+
+def test_a_tier_must_renormalise_as_its_base_does(tmp_path: Path) -> None:
+    source = tiny_flat(tmp_path / "hf", "olmoe")
+    tier = dataclasses.replace(propose(source).tier, router=Router("softmax_topk"))
+    with pytest.raises(Edge0Error, match=r"norm_topk_prob: tier hf-k2 has True, config\.json has False"):
+        quantize_checkpoint(source, tmp_path / "int4", tier)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_a_wider_mass_twice(mass_k: int) -> None:
         assert all(row == pytest.approx(plain, abs=1e-6) for row, plain in zip(rows, want, strict=True))
 
 
+def test_weights_that_are_not_renormalised_are_the_softmax_itself() -> None:
+    logits = np.random.default_rng(0).standard_normal((50, 32)) * 3
+    got = as_dictionaries(*route(Router("softmax_topk", renormalise=False), mx.array(logits.astype(np.float32)), 4))
+    for row, logits_E in zip(got, logits, strict=True):
+        assert row == pytest.approx(plain_softmax_topk(logits_E, 4, 32), abs=1e-6)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_sigmoid_group(biased: bool) -> None:
     rng = np.random.default_rng(1)

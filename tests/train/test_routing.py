@@ -77,6 +77,16 @@ def test_a_wider_mass_leaves_weight_to_what_was_not_chosen(k, mass_k):
     assert bool((weights.sum(-1) <= 1 + 1e-6).all()) and bool((weights.sum(-1) < 0.999).any()) == (k < mass_k)
 
 
+def test_weights_that_are_not_renormalised_are_the_softmax_itself():
+    logits = random(TOKENS, EXPERTS, scale=2)
+    router = Router("softmax_topk", renormalise=False)
+    chosen = select(router, logits, 4)
+    want = [plain_softmax(row, 4, EXPERTS) for row in logits.double().tolist()]  # divided by the mass of all: by 1
+    assert_same(as_dicts(chosen, weigh(router, logits, chosen)), want)
+    wider = Router("softmax_topk", renormalise=False, mass_k=8)
+    assert torch.equal(weigh(wider, logits, chosen), weigh(Router("softmax_topk", mass_k=8), logits, chosen))
+
+
 @pytest.mark.parametrize("k", [1, 3, 8, 16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_sigmoid_equals_plain_python(k, with_bias):
