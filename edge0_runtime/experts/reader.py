@@ -1,7 +1,8 @@
 """The I/O threads: they read bytes of experts into memory that somebody else owns, and know nothing of MLX.
 
-A lazy MLX array must not be touched by a second thread (docs/parity.md 5), so these get `memoryview`s only. What a
-layer waits for goes before what is read ahead; what is read ahead goes in the order in which it was asked for.
+A lazy MLX array must not be touched by a second thread (docs/parity.md 5), so these get plain memory only. What a
+layer waits for goes before what is read ahead, and interrupts it between two ranges; what is read ahead goes in the
+order in which it was asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -92,21 +94,42 @@ def _stop(tickets: queue.PriorityQueue[_Ticket], workers: Sequence[threading.Thr
 
 
 def _work(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
-    while (load := tickets.get().load) is not None:
+    while (ticket := tickets.get()).load is not None:
+        _serve(store, ticket.load, nothing if ticket.rank == DEMANDED else partial(_serve_demanded, store, tickets))
+        del ticket  # or an idle thread would keep it
+
+
+def nothing() -> None:
+    """What comes between the ranges of a load that somebody waits for."""
+
+
+def _serve_demanded(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
+    """Whoever waits for bytes waits for one range of each thread's at most, not for the experts that are read ahead."""
+    while tickets.queue and tickets.queue[0].rank == DEMANDED:  # only a hint: others take tickets meanwhile
         try:
-            if not load.cancelled:
-                _fill(store, load)
-                load.done = True
-        except Edge0Error as error:
-            load.error = error
-        except Exception as error:  # somebody waits for the load: it must come back
-            load.error = Edge0Error(f"reading experts of layer {load.layer} failed: {error!r}; this is a bug")
-        load.targets = ()
-        load.finished.put(load)
-        del load  # or an idle thread would keep it
+            ticket = tickets.get_nowait()
+        except queue.Empty:
+            return
+        if ticket.rank != DEMANDED or ticket.load is None:
+            tickets.put(ticket)
+            return
+        _serve(store, ticket.load, nothing)
 
 
-def _fill(store: ExpertStore, load: Load) -> None:
+def _serve(store: ExpertStore, load: Load, between: Callable[[], None]) -> None:
+    try:
+        if not load.cancelled:
+            _fill(store, load, between)
+            load.done = True
+    except Edge0Error as error:
+        load.error = error
+    except Exception as error:  # somebody waits for the load: it must come back
+        load.error = Edge0Error(f"reading experts of layer {load.layer} failed: {error!r}; this is a bug")
+    load.targets = ()
+    load.finished.put(load)
+
+
+def _fill(store: ExpertStore, load: Load, between: Callable[[], None]) -> None:
     """Bytes go straight into their place; values to be widened make a stop."""
     buffers: list[Sequence[np.ndarray]] = []
     widened: list[tuple[str, np.ndarray, np.ndarray]] = []
@@ -116,7 +139,7 @@ def _fill(store: ExpertStore, load: Load) -> None:
             continue
         buffers.append([np.empty(tensor.nbytes, np.uint8) for _ in targets])
         widened += [(tensor.dtype, *pair) for pair in zip(buffers[-1], targets, strict=True)]
-    store.read(load.layer, load.first, buffers)
+    store.read(load.layer, load.first, buffers, between)
     for dtype, source, target in widened:
         if dtype == "BF16":  # a bf16 number is the high half of the same float32 number
             target.view(np.uint16)[1::2] = source.view(np.uint16)

@@ -8,7 +8,7 @@ of MLX.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,18 +86,26 @@ class ExpertStore:
         """Bytes of all experts of all layers."""
         return self.num_experts * sum(self.expert_nbytes(layer) for layer in self.tensors)
 
-    def read(self, layer: int, first: int, buffers: Sequence[Sequence[Buffer]]) -> None:
+    def read(
+        self,
+        layer: int,
+        first: int,
+        buffers: Sequence[Sequence[Buffer]],
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         """Read experts that follow each other; may be called by several threads at once.
 
         Args:
             layer: whose experts. first: the lowest of their indices.
             buffers: for each tensor of the layer, in order, writable bytes for every expert: `nbytes` each. An
                 expert's nine ranges lie far apart in the files, but neighbours touch: one call per tensor reads all.
+            between: called before each range.
 
         Raises Edge0Error naming file, offset, wanted and got when the disk or the file fails; the buffers'
         contents are then undefined.
         """
         for tensor, parts in zip(self.tensors[layer], buffers, strict=True):
+            between()
             self._read(tensor, tensor.start + first * tensor.nbytes, parts)
 
     def _read(self, tensor: ExpertTensor, offset: int, parts: Sequence[Buffer]) -> None:

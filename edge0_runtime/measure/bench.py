@@ -154,6 +154,7 @@ def _rates(prompt_tokens: int, samples: Sequence[Sample], device_bytes: int | No
         "decode_blocked_share": sum(blocked_ms) / sum(step_ms) if steps else None,
         "decode_expert_bytes_per_step": each(decode["expert_bytes"]),
         "decode_expert_loads_per_step": each(decode["expert_loads"]),
+        "decode_expert_misses": decode["expert_misses"],
         "decode_expert_late_per_step": each(decode["expert_late_misses"]),
         "decode_expert_hit_rate": decode["expert_hits"] / used if used else None,
         "decode_device_bytes_per_step": each(device_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -81,6 +82,20 @@ def test_arms_with_the_layers_own_gates_compute_the_same(published: Path) -> Non
             assert engine.stats()["dropped_experts"] == 0
     assert tokens["on_demand"] == tokens["history"] == tokens["resident"]
     assert len({tuple(tokens[arm]) for arm in ("prerouter", "same_token", "resident")}) == 3
+
+
+@pytest.mark.parametrize("arm", ["prerouter", "on_demand", "same_token", "history"])
+def test_its_experts_stream_to_the_bit(published: Path, budget: Callable[..., float], arm: str) -> None:
+    """Its gates choose themselves; budgets of a few slots compute what a model with all experts computes."""
+    results = []
+    for slots in (None, 1, 5, 14):
+        gib = None if slots is None else budget(published, slots, arm=arm)
+        with Engine.load(published, arm=arm, memory_budget=gib) as engine:
+            steps = list(engine.generate(PROMPT, max_tokens=STEPS, ignore_eos=True, trace=True))
+            assert engine.stats()["dropped_experts"] == 0
+            assert (engine.stats()["expert_loads"] > 0) == (slots is not None)
+        results.append([(step.token, step.experts.tobytes(), step.logits.tobytes()) for step in steps])
+    assert all(result == results[0] for result in results)
 
 
 def test_without_adapters_it_is_mlx_lm_s_own_model(converted: Path, tmp_path: Path) -> None:

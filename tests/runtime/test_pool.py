@@ -188,7 +188,7 @@ def test_what_is_demanded_is_read_before_what_is_ahead(
     order: list[tuple[int, int]] = []
     first_taken, go = threading.Event(), threading.Event()
 
-    def read(layer: int, first: int, buffers: object) -> None:
+    def read(layer: int, first: int, buffers: object, between: object) -> None:
         first_taken.set()
         assert go.wait(60)
         order.append((layer, first))
@@ -202,6 +202,36 @@ def test_what_is_demanded_is_read_before_what_is_ahead(
     pool.abandon()
     one.close()
     assert order[:2] == [(1, 0), (0, 5)]
+
+
+def test_what_is_demanded_interrupts_what_is_ahead_between_two_ranges(
+    store: ExpertStore, stacked: dict[str, mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread, in the middle of an expert that is read ahead: the demanded one is complete before that goes on."""
+    offsets: list[int] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def waiting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        if len(offsets) == 3:
+            begun.set()
+            assert go.wait(60)
+        return PREADV(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", waiting)
+    one = Reader(store, threads=1, bound=64)
+    pool = SlotPool(store, one, tuple(store.tensors), 8, 0, True)
+    pool.want([1], np.array([[0]]))
+    assert begun.wait(60)
+    pool.acquire(0, np.array([5]), go.set)
+    assert_holds(pool, store, stacked, 0, 5)
+    pool.acquire(1, np.array([0]), nothing)
+    assert_holds(pool, store, stacked, 1, 0)
+    one.close()
+    starts = [
+        [tensor.start + expert * tensor.nbytes for tensor in store.tensors[layer]] for layer, expert in ((1, 0), (0, 5))
+    ]
+    assert offsets == [*starts[0][:3], *starts[1], *starts[0][3:]]
 
 
 def test_after_abandon_nobody_reads_and_what_was_asked_for_is_forgotten(
@@ -294,10 +324,10 @@ def test_half_precision_is_widened_exactly(store: ExpertStore, monkeypatch: pyte
         tensor = dataclasses.replace(scales, dtype=dtype, nbytes=2**17)
         monkeypatch.setattr(store, "tensors", {0: (tensor,)})
         monkeypatch.setattr(
-            store, "read", lambda layer, first, buffers: buffers[0][0].__setitem__(..., patterns.view("u1"))
+            store, "read", lambda layer, first, buffers, between: buffers[0][0].__setitem__(..., patterns.view("u1"))
         )
         target = np.zeros(2**16, np.float32)
-        _fill(store, Load(0, 0, [[target]], [0], queue.SimpleQueue()))
+        _fill(store, Load(0, 0, [[target]], [0], queue.SimpleQueue()), nothing)
         wanted = np.array(mx.array(patterns).view(kind).astype(mx.float32))
         finite = np.isfinite(wanted)
         assert np.array_equal(target[finite], wanted[finite]) and not np.isfinite(target[~finite]).any()
