@@ -150,7 +150,7 @@ def describe_memory(
         * _numel(trainable.values()),
     }
     if packed:
-        wide = tier.architecture["moe_intermediate_size"]
+        wide = tier.expert_width
         parts[f"one layer's experts while it runs: E x 5 H I x {width} B"] = experts * 5 * hidden * wide * width
     if config.phase == "on_policy" and config.teacher.resident:
         parts[f"the teacher, as many values as the base ({config.base.dtype})"] = width * unpacked_numel(path.model)
