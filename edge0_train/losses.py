@@ -25,17 +25,24 @@ HeadLoss = Callable[..., torch.Tensor]
 # -- phase 1: heads ----------------------------------------------------------------------------------------------------
 
 
+SCORE_FLOOR = 1e-4
+"""Biased scores are taken for probabilities; they may leave (0, 1)."""
+
+
 def head_kl(
     router: Router, head_NE: torch.Tensor, target_NE: torch.Tensor, k: int, bias_E: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Summed divergence of the head's routing distribution from the true router's (docs/method.md 2.1).
 
     softmax router: KL(softmax(target) || softmax(head)). sigmoid router: for each expert the KL between the two Bernoulli
-    distributions, summed over experts (BCE less its constant entropy, so that 0 means equal).
+    distributions, summed over experts (BCE less its constant entropy, so that 0 means equal). The layer's own gate chooses by
+    score + expert bias, a prediction without a bias: the head is taught the biased score, so that it chooses the same set.
     """
     head_NE, target_NE = head_NE.float(), target_NE.float()
     if router.kind == "softmax_topk":
         return F.kl_div(head_NE.log_softmax(-1), target_NE.log_softmax(-1), log_target=True, reduction="sum")
+    if bias_E is not None:
+        target_NE = (target_NE.sigmoid() + bias_E.float()).clamp(SCORE_FLOOR, 1 - SCORE_FLOOR).logit()
     target_probability = target_NE.sigmoid()
     cross = F.binary_cross_entropy_with_logits(head_NE, target_probability, reduction="sum")
     entropy = F.binary_cross_entropy_with_logits(target_NE, target_probability, reduction="sum")

@@ -30,6 +30,7 @@ from edge0_train.losses import (
     token_logp,
     topk_with_tail,
 )
+from edge0_train.student.routing import multi_hot, select
 
 SOFTMAX = Router("softmax_topk")
 SIGMOID = Router("sigmoid_group", n_group=4, topk_group=2, scaling=2.5)
@@ -425,6 +426,23 @@ def test_head_bce_targets_the_k_served_experts():
             chosen = sorted(range(16), key=lambda e: -t[e])[:k]
             want += sum(math.log1p(math.exp(-x)) if e in chosen else math.log1p(math.exp(x)) for e, x in enumerate(h))
         assert float(head_bce(SOFTMAX, head, target, k)) == pytest.approx(want, rel=1e-5)
+
+
+def test_the_best_head_by_kl_chooses_what_a_biased_gate_chooses():
+    """Gradient descent on the head's logits themselves: without the bias in the target it would choose other experts."""
+    random = torch.Generator().manual_seed(2)
+    target, bias = torch.randn(64, 16, generator=random), 0.1 * torch.randn(16, generator=random)
+    wanted = multi_hot(select(SIGMOID, target, 4, bias), 16)
+    assert not torch.equal(multi_hot(select(SIGMOID, target, 4), 16), wanted)
+    head = torch.zeros(64, 16, requires_grad=True)
+    optimizer = torch.optim.Adam([head], lr=0.1)
+    for _ in range(400):
+        optimizer.zero_grad()
+        head_kl(SIGMOID, head, target, 4, bias).backward()
+        optimizer.step()
+    value = float(head_kl(SIGMOID, head.detach(), target, 4, bias))
+    assert 0 <= value < 1e-3 * float(head_kl(SIGMOID, torch.zeros(64, 16), target, 4, bias))
+    assert torch.equal(multi_hot(select(SIGMOID, head, 4), 16), wanted)
 
 
 def test_head_bce_of_a_sigmoid_router_targets_the_set_that_it_routes_to():
