@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
@@ -30,6 +29,7 @@ from edge0_runtime.contract.files import strict_json
 from edge0_runtime.experts.memory import COUNTERS
 from edge0_runtime.model import ServedModel, Serving, build
 from edge0_runtime.plan import prefill_chunk
+from edge0_runtime.sampling import logprobs, make_sampler
 from edge0_runtime.settings import ARMS, IO_THREADS, MAX_IO_THREADS, Arm
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -305,7 +305,7 @@ class Engine:
         """The next token, not evaluated yet, and the predictions that depend on it."""
         token = sample(logits_V)
         self.model.predict(token)
-        return _Choice(token, _logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
+        return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
 
     def _read(self, choice: _Choice, ahead: bool) -> tuple[int, float]:
         """Token and log-probability: a step's one evaluation, the predictions for the next included."""
@@ -358,50 +358,10 @@ def _budget_bytes(memory_budget: float | None) -> int | None:
     return int(memory_budget * 2**30)
 
 
-def _logprobs(logits_V: mx.array) -> mx.array:
-    """In fp32, whatever the model computes in."""
-    logits_V = logits_V.astype(mx.float32)
-    return logits_V - mx.logsumexp(logits_V)
-
-
 def _finish(at_end: bool, at_limit: bool) -> FinishReason | None:
     if at_end:
         return "stop"
     return "length" if at_limit else None
-
-
-def make_sampler(
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, vocab_size: int
-) -> Callable[[mx.array], mx.array]:
-    """A request's sampler: logits [vocabulary] -> token id; every call draws on the request's own key.
-
-    mlx-lm's sampler draws on the process-wide state, so that a seed would not fix a request's tokens.
-    """
-    for name, value, allowed, text in (
-        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0"),
-        ("top_p", top_p, 0 < top_p <= 1, "larger than 0 and at most 1"),
-        ("top_k", top_k, top_k >= 0, "at least 0 (0: off)"),
-        ("min_p", min_p, 0 <= min_p <= 1, "between 0 and 1 (0: off)"),
-    ):
-        if not allowed:
-            raise Edge0Error(f"{name}: {value!r} must be {text}")
-    if temperature == 0:
-        return mx.argmax
-    key = mx.random.key(int.from_bytes(os.urandom(8)) if seed is None else seed % 2**64)
-
-    def sample(logits_V: mx.array) -> mx.array:
-        nonlocal key
-        key, step_key = mx.random.split(key)
-        logprobs_1V = _logprobs(logits_V)[None]
-        if top_p < 1:
-            logprobs_1V = apply_top_p(logprobs_1V, top_p)
-        if min_p > 0:
-            logprobs_1V = apply_min_p(logprobs_1V, min_p)
-        if 0 < top_k < vocab_size:
-            logprobs_1V = apply_top_k(logprobs_1V, top_k)
-        return mx.random.categorical(logprobs_1V[0] / temperature, key=step_key)
-
-    return sample
 
 
 def _eos_ids(directory: Path, tokenizer: TokenizerWrapper) -> frozenset[int]:

@@ -24,6 +24,7 @@ from edge0_runtime.experts.reader import Load, Reader
 from edge0_runtime.experts.store import FLOATS, ExpertStore, ExpertTensor
 
 MLX_DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+KEPT_PASSES = 20  # docs/streaming.md
 LONGEST_RUN = 8  # neighbours in one load; more would leave the other threads idle
 
 
@@ -108,10 +109,12 @@ class SlotPool:
         """Experts' positions in `weights`, lazily: the table is read when the graph is evaluated."""
         return indices if self.full else self._lookup[self._row[layer]][indices]
 
-    def acquire(self, layer: int, experts_N: np.ndarray, settle: Callable[[], None]) -> None:
+    def acquire(self, layer: int, experts_N: np.ndarray, settle: Callable[[], None], *, foreseen: bool = False) -> None:
         """Return when all of `experts_N` (distinct, at most `slots`) are there; they stay until `release`.
 
         Args:
+            foreseen: the layer's experts are known a step ahead, now and next time. To lose one of these costs bytes,
+                to lose another one a wait, so the others are kept KEPT_PASSES passes longer.
             settle: evaluates everything that computes from slots acquired before; called only where the layer has to
                 wait or needs their room, so that the wait that is counted is for bytes and for nothing else.
 
@@ -137,7 +140,7 @@ class SlotPool:
         self._fresh_S[slots_N] = False
         self.misses += fresh
         self.hits += len(experts_N) - fresh
-        self._clock_S[slots_N] = self._time
+        self._clock_S[slots_N] = self._time + (0 if foreseen else KEPT_PASSES * len(self.layers))
         self._read_ahead()
 
     def release(self) -> None:

@@ -56,6 +56,10 @@ class ExpertStore:
         try:
             for path in sorted({tensor.path for layer in self.tensors.values() for tensor in layer}):
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if hasattr(
+                    os, "posix_fadvise"
+                ):  # what follows an expert is another one, seldom the next that is needed
+                    os.posix_fadvise(self._files[path], 0, 0, os.POSIX_FADV_RANDOM)
         except OSError as error:
             self.close()
             raise Edge0Error(f"{error.filename}: can't be opened: {error.strerror}") from error

@@ -84,7 +84,7 @@ class StreamingSwitchGLU(nn.Module):
             experts_N = np.unique(indices_TK)
         if len(experts_N) > self._pool.slots:
             return self._compute_in_groups(x, indices, experts_N)
-        self._pool.acquire(self._layer, experts_N, lambda: mx.eval(x))
+        self._pool.acquire(self._layer, experts_N, lambda: mx.eval(x), foreseen=known_K is not None)
         self._memory.look_ahead(self._layer)
         return self.inner(x, self._pool.locate(self._layer, indices))
 

@@ -171,9 +171,9 @@ def test_predicted_layers_are_staged_and_a_step_waits_for_its_own_gates_only(
         (pool,) = engine.model.memory.pools  # type: ignore[union-attr]
         acquire = pool.acquire
 
-        def counting(layer: int, experts: np.ndarray, settle: Any) -> None:
+        def counting(layer: int, experts: np.ndarray, settle: Any, foreseen: bool) -> None:
             before = pool.late
-            acquire(layer, experts, settle)
+            acquire(layer, experts, settle, foreseen=foreseen)
             acquired.append((layer, pool.late - before))
 
         monkeypatch.setattr(pool, "acquire", counting)

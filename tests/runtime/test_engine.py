@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.engine import Engine, Step, make_sampler
+from edge0_runtime.engine import Engine, Step
+from edge0_runtime.sampling import make_sampler
 
 
 @pytest.fixture(scope="module")

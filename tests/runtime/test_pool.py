@@ -117,6 +117,20 @@ def test_the_least_recently_used_expert_goes_first(make_pool: Callable[..., Slot
     assert (pool.hits, pool.misses, pool.evictions) == (2, 4, 2)
 
 
+def test_an_expert_that_nobody_foresees_is_kept_longer(make_pool: Callable[..., SlotPool]) -> None:
+    pool = make_pool(3)
+    pool.acquire(0, np.array([0]), nothing)  # layer 0 has its own gate, layer 1 is predicted
+    pool.release()
+    for expert in range(8):
+        pool.acquire(1, np.array([expert]), nothing, foreseen=True)
+        pool.release()
+    assert pool.present(0, np.array([0])).all() and pool.present(1, np.array([6, 7])).all()
+    for step in range(20 * 4):  # layers x passes later it is as old as the others
+        pool.acquire(1, np.array([step % 8]), nothing, foreseen=True)
+        pool.release()
+    assert not pool.present(0, np.array([0])).any()
+
+
 def test_slots_in_use_are_settled_before_they_are_overwritten(
     make_pool: Callable[..., SlotPool], store: ExpertStore, stacked: dict[str, mx.array]
 ) -> None:
