@@ -3,9 +3,10 @@
     python -m recipes.long_chain.run --seeds 0 1          # about 15 minutes of one CPU core a seed
     python -m recipes.long_chain.run --report             # the table of what is there
 
-Heads, refinement and SFT once a seed; then from the same LoRA and heads two branches with the heads frozen: on-policy
-distillation, and SFT for as many steps as fit in the wall time that on-policy took (rollouts and the teacher's scores
-included). Results: <out>/seed<N>/result.json and a table. What is finished is not done again.
+Heads and refinement once a seed, then SFT for a few steps (errors are left) and for many (few are). From each of the two
+LoRAs, with the heads frozen, two branches: on-policy distillation, and SFT for as many steps as fit in the wall time that
+on-policy took, rollouts and the teacher's scores included. Results: <out>/seed<N>/result.json and a table. What is finished is
+not done again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from hydra import compose, initialize_config_dir
 
-from edge0_runtime.contract.artifacts import Kind
+from edge0_runtime.contract.artifacts import Adapter, Kind
 from edge0_train.adapters import read_input
 from edge0_train.cli import run_phase
 from edge0_train.config import Config, config_directory, read_config
@@ -36,19 +37,18 @@ from edge0_train.data.tasks import is_correct
 from edge0_train.phases.evaluate import Bench, Stage, load_heads, open_bench, running, token_scores
 from edge0_train.report import table
 from edge0_train.run import write_json
-from edge0_train.student import Sampling, generate
+from edge0_train.student import PrerouterHeads, Sampling, generate
 
 PHASES: dict[str, tuple[str, ...]] = {
     "quantize": (),
     "teacher_text": ("sample.prompts=1024", "sample.eval_prompts=256"),
     "head_distill": ("optim.steps=240", "optim.rows=6", "optim.micro_rows=6"),
     "head_refine": ("optim.steps=160", "optim.rows=6", "optim.micro_rows=6"),
-    "student_sft": ("optim.steps=240", "optim.rows=8", "optim.micro_rows=8"),
-    "on_policy": ("optim.steps=24", "optim.rows=16", "optim.micro_rows=16", "sample.batch=128"),
 }
+SFT = ("phase=student_sft", "optim.rows=8", "optim.micro_rows=8")
+POLICY = ("phase=on_policy", "optim.steps=24", "optim.rows=16", "optim.micro_rows=16", "sample.batch=128")
 """What each phase does here instead of the tier's own settings: fewer rows, since a row is six times as long."""
-CONTROL = ("phase=student_sft", "heads.joint_lr=0", "optim.rows=8", "optim.micro_rows=8")
-BRANCHES = ("+ on-policy", "+ more SFT")
+SFT_STEPS = (60, 240)
 BINS = ((1, 6), (7, 12), (13, 18), (19, 24), (25, 30))
 """Steps of a chain in the table, first and last."""
 
@@ -81,16 +81,26 @@ def main() -> None:
 
 
 def run_seed(root: Path, seed: int) -> None:
-    """All phases, the control, the measurement."""
+    """All phases, the controls, the measurement."""
     for phase, overrides in PHASES.items():
         _run(root, seed, phase, f"phase={phase}", *overrides)
-    done = {name: json.loads((root / name / "done.json").read_text()) for name in ("student_sft", "on_policy")}
-    sft, policy = done["student_sft"], done["on_policy"]
-    steps = round(sft["steps"] * policy["seconds"] / sft["seconds"])
-    inputs = [f"inputs.{kind}={root / 'student_sft'}" for kind in ("prerouter", "lora")]
-    _run(root, seed, "more_sft", *CONTROL, *inputs, f"optim.steps={steps}")
-    if not (root / "result.json").exists():
-        write_json(root / "result.json", measure_seed(read_config(_compose(root, seed, "phase=evaluate")), root, seed))
+    for steps in SFT_STEPS:
+        sft, policy, more = names(steps)
+        _run(root, seed, sft, *SFT, f"inputs.prerouter={root / 'head_refine'}", "inputs.lora=", f"optim.steps={steps}")
+        inputs = [f"inputs.{kind}={root / sft}" for kind in ("prerouter", "lora")]
+        _run(root, seed, policy, *POLICY, *inputs)
+        same_time = round(steps * _seconds(root / policy) / _seconds(root / sft))
+        _run(root, seed, more, *SFT, *inputs, "heads.joint_lr=0", f"optim.steps={same_time}")
+    measure_seed(read_config(_compose(root, seed, "phase=evaluate")), root, seed)
+
+
+def names(steps: int) -> tuple[str, str, str]:
+    """Runs of one length of SFT: itself, and the two branches."""
+    return f"sft_{steps}", f"sft_{steps}_on_policy", f"sft_{steps}_more_sft"
+
+
+def _seconds(run: Path) -> float:
+    return float(json.loads((run / "done.json").read_text())["seconds"])
 
 
 def _compose(root: Path, seed: int, *overrides: str) -> Any:
@@ -110,32 +120,41 @@ def _run(root: Path, seed: int, name: str, *overrides: str) -> None:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure_seed(config: Config, root: Path, seed: int) -> dict[str, Any]:
-    """{"seed", "seconds": of each run, "stages": {name: fields of `Result`}}."""
+def measure_seed(config: Config, root: Path, seed: int) -> None:
+    """Write result.json: {"seed", "seconds" and "steps" of each run, "stages": {name: fields of `Result`}}."""
+    runs = [run for steps in SFT_STEPS for run in names(steps)]
+    file = root / "result.json"
+    stages = json.loads(file.read_text())["stages"] if file.exists() else {}
     data, _ = read_data(config.text.rows, config.text.max_length)
     bench = open_bench(config, data.held_out)
 
-    def adapter(run: str, kind: Kind) -> Any:
-        found = read_input(config, kind, str(root / run))
-        assert found
-        return found
+    def heads(run: str) -> PrerouterHeads:
+        return load_heads(bench.student.path, _adapter(config, "prerouter", root / run))
 
-    heads = {run: load_heads(bench.student.path, adapter(run, "prerouter")) for run in ("head_refine", "student_sft")}
     tier = config.tier
-    stages = [
+    wanted = [
         Stage(f"teacher, K={tier.base_k}", tier.base_k, teacher=True),
         Stage(f"int4, K={tier.k}", tier.k),
-        Stage("heads, refined", heads=heads["head_refine"]),
+        Stage("refined heads", heads=heads("head_refine")),
     ]
-    for run, name in (("student_sft", "+ SFT"), *zip(("on_policy", "more_sft"), BRANCHES, strict=True)):
-        stages.append(Stage(name, heads=heads["student_sft"], lora=adapter(run, "lora").tensors))
-    results = {}
-    for stage in stages:
+    for steps in SFT_STEPS:
+        trained = heads(names(steps)[0])
+        wanted += [Stage(n, heads=trained, lora=_adapter(config, "lora", root / n).tensors) for n in names(steps)]
+    for stage in wanted:
+        if stage.name in stages:
+            continue
         result = measure(bench, stage)
         print(f"  {stage.name}: KL {result.kl:.4f}, exact match {result.exact_match:.3f}", flush=True)
-        results[stage.name] = asdict(result)
-    seconds = {name: json.loads((root / name / "done.json").read_text())["seconds"] for name in (*PHASES, "more_sft")}
-    return {"seed": seed, "seconds": seconds, "stages": results}
+        stages[stage.name] = asdict(result)
+        done = {run: json.loads((root / run / "done.json").read_text()) for run in (*PHASES, *runs)}
+        told = {key: {run: d[key] for run, d in done.items() if key in d} for key in ("seconds", "steps")}
+        write_json(file, {"seed": seed, **told, "stages": stages})
+
+
+def _adapter(config: Config, kind: Kind, run: Path) -> Adapter:
+    adapter = read_input(config, kind, str(run))
+    assert adapter  # None is for an empty path
+    return adapter
 
 
 def measure(bench: Bench, stage: Stage) -> Result:
@@ -207,15 +226,24 @@ def report(out: Path) -> str:
         rows += [[name, result["seed"], *cells] for result, cells in zip(results, each, strict=True)]
         if len(each) > 1:
             rows.append([name, "all", *_cells([result["stages"][name] for result in results])])
-    policy, control = ([bit == "1" for r in results for bit in r["stages"][name]["right"]] for name in BRANCHES)
-    differences = [float(a) - float(b) for a, b in zip(policy, control, strict=True)]
+    notes = [
+        "+-: standard error of exact match over problems; after it: share of chains whose first wrong step is there"
+    ]
+    notes += [_difference(results, *names(steps)[1:]) for steps in SFT_STEPS]
+    return "\n".join([table(columns, rows), *notes])
+
+
+def _difference(results: Sequence[Mapping[str, Any]], first: str, second: str) -> str:
+    """One line on two stages that answered the same problems."""
+    of_first, of_second = (
+        [int(bit) for r in results for bit in r["stages"][name]["right"]] for name in (first, second)
+    )
+    differences = [a - b for a, b in zip(of_first, of_second, strict=True)]
     mean = sum(differences) / len(differences)
     error = math.sqrt(sum((d - mean) ** 2 for d in differences)) / len(differences)
     return (
-        f"{table(columns, rows)}\n+-: standard error of exact match over problems; after it: share of chains whose first wrong"
-        f" step is there\n{BRANCHES[0]} minus {BRANCHES[1]}, exact match on the same {len(differences)} problems:"
-        f" {mean:+.3f} +- {error:.3f} (the first alone right {differences.count(1.0)} times, the second"
-        f" {differences.count(-1.0)} times)"
+        f"{first} minus {second}, exact match on the same {len(differences)} problems: {mean:+.3f} +- {error:.3f}"
+        f" (only the first is right {differences.count(1)} times, only the second {differences.count(-1)} times)"
     )
 
 
