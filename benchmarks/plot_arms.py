@@ -53,7 +53,8 @@ def bars(
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks([index + 0.4 - width / 2 for index in range(len(ks))], [f"K={k}" for k in ks])
     axes.set_ylabel(label)
-    axes.legend(fontsize="small")
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(fontsize="small", ncols=2)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from benchmarks import plot_arms
+from benchmarks import plot_arms, slow_disk
 from edge0_runtime import cli
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
@@ -240,6 +240,21 @@ def test_bench_refuses_arms_that_cannot_take_turns(tiny_dir: Path, capsys: pytes
     with pytest.raises(SystemExit):
         cli.main(["bench", str(tiny_dir), "--arms", "prerouter,resident"])
     assert "resident: choose of prerouter" in capsys.readouterr().err
+
+
+def test_the_simulated_disk_serves_one_read_after_another(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    now, waits = [10.0], []
+    preadv = slow_disk.paced(100.0, lambda: now[0], waits.append)
+    buffer = bytearray(50)
+    with path.open("rb") as file:
+        assert preadv(file.fileno(), [buffer], 100) == 50  # half a second on an idle device
+        assert preadv(file.fileno(), [buffer], 0) == 50  # behind it
+        now[0] += 5
+        assert preadv(file.fileno(), [buffer], 190) == 10  # idle again; the file ends
+    assert waits == pytest.approx([0.5, 1.0, 0.1])
+    assert buffer[:10] == bytes(range(190, 200))
 
 
 @linux
