@@ -395,7 +395,7 @@ def test_a_damaged_checkpoint_is_refused(int4: Path, tmp_path: Path, change: Cal
         (lambda c: c["quantization"].update(mode="mxfp4"), "mode 'mxfp4'; only affine"),
         (lambda c: c["quantization"].pop("bits"), "lacks bits or group_size"),
         (lambda c: c["text_config"].update(num_experts=4), "num_experts: tier tiny has 8"),
-        (lambda c: c["text_config"].update(norm_topk_prob=False), "norm_topk_prob: tier tiny has True"),
+        (lambda c: c["text_config"].update(norm_topk_prob=False), "norm_topk_prob: False"),
     ],
 )
 def test_a_contradicting_config_is_refused(int4: Path, tmp_path: Path, change: Callable, message: str) -> None:
