@@ -34,7 +34,8 @@ from edge0_train.cli import run_phase
 from edge0_train.config import Config, config_directory, read_config
 from edge0_train.data.rows import read_data
 from edge0_train.data.tasks import is_correct
-from edge0_train.phases.evaluate import Bench, Stage, load_heads, open_bench, running, token_scores
+from edge0_train.measure.bench import Bench, Stage, load_heads, open_bench, running
+from edge0_train.measure.quality import token_scores
 from edge0_train.report import table
 from edge0_train.run import write_json
 from edge0_train.student import PrerouterHeads, Sampling, generate

@@ -25,7 +25,8 @@ from edge0_train.adapters import read_input
 from edge0_train.config import Config, config_directory, read_config
 from edge0_train.data.rows import IGNORE, read_data
 from edge0_train.data.tasks import is_correct
-from edge0_train.phases.evaluate import STAGE_NAMES, Bench, Stage, load_heads, open_bench, running
+from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, load_heads, open_bench, routing_of, running
+from edge0_train.phases.evaluate import STAGE_NAMES
 from edge0_train.report import table
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -49,12 +50,12 @@ def row_kl(bench: Bench, stage: Stage) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     with running(bench, stage) as path:
         for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
-            routing = path.native(stage.native_k) if stage.native_k else path.predicted(batch.decoded_BT)
-            at_BT = batch.labels_BT != IGNORE
-            hidden_NH = path.hidden(batch.input_ids_BT, routing, use_cache=False).last_hidden_state[at_BT]
+            hidden_NH = hidden_at_labels(path, batch, routing_of(path, stage, batch))
             logp = path.model.lm_head(hidden_NH).double().log_softmax(-1)
             teacher_logp = bench.teacher.model.lm_head(teacher_NH).double().log_softmax(-1)
-            found += (teacher_logp.exp() * (teacher_logp - logp)).sum(-1).split(at_BT.sum(1).tolist())
+            found += (
+                (teacher_logp.exp() * (teacher_logp - logp)).sum(-1).split((batch.labels_BT != IGNORE).sum(1).tolist())
+            )
     return found
 
 
