@@ -281,6 +281,10 @@ class Engine:
                 if finish is not None:
                     return
                 choice = following or self._choose(self.model.decode(token), sample)
+        except (KeyboardInterrupt, SystemExit):  # may have struck anywhere, also midway in the slots' bookkeeping
+            if self.model.memory is not None:
+                self.model.memory.forget()
+            raise
         finally:
             self.model.start()  # gives the request's memory back, also after an error
             mx.clear_cache()

@@ -199,15 +199,20 @@ class SlotPool:
         self._wants.clear()
         for load in self._outstanding:
             load.cancelled = True
-        while self._outstanding:
-            self._finish(self._finished.get())
+        # Not by waiting for each in the queue: Ctrl-C may have struck when one had been taken out or was not handed over yet.
+        self._reader.drain()
+        self._collect()
+        for load in tuple(self._outstanding):
+            self._finish(load)
         self._used_S[:] = self._reserved_S[:] = False
 
     def forget(self) -> None:
-        """Hold no expert any more, unless the pool is full for good."""
+        """Hold no expert any more, unless the pool is full for good; also when bookkeeping was interrupted midway."""
         self.abandon()
         if not self.full:
-            self._empty(np.flatnonzero(self._row_S >= 0))
+            self._slot_LE[:] = self._row_S[:] = self._expert_S[:] = -1
+            self._clock_S[:] = 0
+            self._loading_S[:] = self._fresh_S[:] = False
 
     # -- slots -----------------------------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ class SlotPool:
             self._finish(self._finished.get())
 
     def _finish(self, load: Load) -> None:
-        self._outstanding.remove(load)
+        self._outstanding.discard(load)
         self._loading_S[load.slots] = False
         if load.done:
             self.loads += len(load.slots)
@@ -282,6 +287,7 @@ class SlotPool:
         self._empty(np.array(load.slots))
 
     def _empty(self, slots_N: np.ndarray) -> None:
+        slots_N = slots_N[self._row_S[slots_N] >= 0]
         self._slot_LE[self._row_S[slots_N], self._expert_S[slots_N]] = -1
         self._row_S[slots_N] = self._expert_S[slots_N] = -1
         self._clock_S[slots_N] = 0

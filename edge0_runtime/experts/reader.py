@@ -80,6 +80,10 @@ class Reader:
         """Hand a load to the threads; it comes back through its `finished` queue, whatever happens to it."""
         self._queue.put_nowait(_Ticket(DEMANDED if demanded else AHEAD, next(self._numbers), load))
 
+    def drain(self) -> None:
+        """Return when every load that was handed over is over."""
+        self._queue.join()
+
     def close(self) -> None:
         """End the threads after what they were given; may be called again."""
         self._finalizer()
@@ -97,6 +101,8 @@ def _work(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
     while (ticket := tickets.get()).load is not None:
         _serve(store, ticket.load, nothing if ticket.rank == DEMANDED else partial(_serve_demanded, store, tickets))
         del ticket  # or an idle thread would keep it
+        tickets.task_done()
+    tickets.task_done()
 
 
 def nothing() -> None:
@@ -112,8 +118,10 @@ def _serve_demanded(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -
             return
         if ticket.rank != DEMANDED or ticket.load is None:
             tickets.put(ticket)
+            tickets.task_done()
             return
         _serve(store, ticket.load, nothing)
+        tickets.task_done()
 
 
 def _serve(store: ExpertStore, load: Load, between: Callable[[], None]) -> None:

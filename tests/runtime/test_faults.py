@@ -9,12 +9,15 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edge0_runtime import cli
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
+from edge0_runtime.experts.pool import SlotPool
+from edge0_runtime.experts.reader import Reader
 
 PREADV = os.preadv
 PLACE = r"model\.safetensors.*offset \d+.*wanted \d+ bytes, got \d+"
@@ -148,6 +151,32 @@ def test_an_engine_that_is_forgotten_ends_its_threads(tiny_dir: Path) -> None:
     reader._finalizer()  # what Python calls when the reader goes
     assert not any(worker.is_alive() for worker in workers)
     engine.close()
+
+
+@pytest.mark.parametrize("where", ["taken out", "not handed over"])
+def test_an_interrupt_midway_in_bookkeeping_loses_no_load_for_good(
+    tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Ctrl-C between two statements: the request ends, nobody waits for ever, and the next one computes the same."""
+    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 3)) as engine:
+        expected = ids(engine, prompts[2])
+        name, owner = ("_finish", SlotPool) if where == "taken out" else ("submit", Reader)
+        original, calls = getattr(owner, name), 0
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 9:
+                raise KeyboardInterrupt
+            return original(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ids(engine, prompts[2])
+        assert calls >= 9
+        assert ids(engine, prompts[2]) == expected
+    assert io_threads() == []
 
 
 def test_sigterm_in_the_middle_of_a_generation_ends_it_cleanly(
