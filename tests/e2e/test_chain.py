@@ -140,7 +140,8 @@ def test_two_ranks_equal_one(chain: Path, tmp_path: Path, phase: str) -> None:
     kind = "prerouter" if phase.startswith("head") else "lora"
     where = (f"root={chain}", f"run_dir={tmp_path / 'run'}", *phase_settings(phase, STEPS[phase]))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "edge0_train"]
-    subprocess.run([*launch, f"phase={phase}", *where], check=True, timeout=300, capture_output=True)
+    done = subprocess.run([*launch, f"phase={phase}", *where], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     two = read_adapter(tmp_path / "run" / f"{kind}_edge0_nano.safetensors", kind).tensors
     one = read_adapter(chain / phase / f"{kind}_edge0_nano.safetensors", kind).tensors
     for key, value in one.items():
