@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from edge0_train.data.rows import IGNORE
+from edge0_train.data.rows import IGNORE, TextRow
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, routing_of, running
 from edge0_train.measure.routing import head_recall
-from edge0_train.student import Sampling, StudentPath, generate
+from edge0_train.student import Completion, Sampling, StudentPath, generate
 
 
 def measure(bench: Bench, stage: Stage) -> dict[str, float]:
@@ -42,28 +42,31 @@ def token_scores(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, flo
     return {"loss": loss / count, "kl": divergence / count, "reverse_kl": reverse / count}
 
 
-def exact_match(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, float]:
-    """Greedy completions of all rows that have an answer: share right in total and per task, cut off, repetition."""
+def greedy_answers(path: StudentPath, stage: Stage, bench: Bench, rows: Sequence[TextRow]) -> Iterator[Completion]:
+    """The stage's greedy completion of every row's prompt, in order, a batch at a time."""
     sample, chat = bench.config.sample, bench.student.chat
-    checked = [row for row in bench.rows if row.answer]
-    if not checked:
-        return {}
-    right: dict[str, list[bool]] = {}
-    cut = repeated = 0.0
-    for start in range(0, len(checked), sample.batch):
-        part = checked[start : start + sample.batch]
-        completions = generate(
+    for start in range(0, len(rows), sample.batch):
+        yield from generate(
             path,
-            [row.prompt_ids for row in part],
+            [row.prompt_ids for row in rows[start : start + sample.batch]],
             Sampling(sample.max_new_tokens),
             end_ids=chat.end_ids,
             pad_id=chat.pad_id,
             native_k=stage.native_k,
         )
-        for row, done in zip(part, completions, strict=True):
-            right.setdefault(row.task, []).append(is_correct(row.answer, chat.text(done.ids)))
-            cut += done.finish_reason == "length"
-            repeated += repetition(done.ids)
+
+
+def exact_match(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, float]:
+    """Greedy completions of all rows that have an answer: share right in total and per task, cut off, repetition."""
+    checked = [row for row in bench.rows if row.answer]
+    if not checked:
+        return {}
+    right: dict[str, list[bool]] = {}
+    cut = repeated = 0.0
+    for row, done in zip(checked, greedy_answers(path, stage, bench, checked), strict=True):
+        right.setdefault(row.task, []).append(is_correct(row.answer, bench.student.chat.text(done.ids)))
+        cut += done.finish_reason == "length"
+        repeated += repetition(done.ids)
     per_task = {task: sum(values) / len(values) for task, values in sorted(right.items())}
     count = len(checked)
     total = sum(sum(values) for values in right.values()) / count

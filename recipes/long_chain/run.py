@@ -35,10 +35,10 @@ from edge0_train.config import Config, config_directory, read_config
 from edge0_train.data.rows import read_data
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, load_heads, open_bench, running
-from edge0_train.measure.quality import token_scores
+from edge0_train.measure.quality import greedy_answers, token_scores
 from edge0_train.report import table
 from edge0_train.run import write_json
-from edge0_train.student import PrerouterHeads, Sampling, generate
+from edge0_train.student import PrerouterHeads
 
 PHASES: dict[str, tuple[str, ...]] = {
     "quantize": (),
@@ -160,26 +160,16 @@ def _adapter(config: Config, kind: Kind, run: Path) -> Adapter:
 
 def measure(bench: Bench, stage: Stage) -> Result:
     """Divergence on the teacher's text; greedy answers and their first wrong step."""
-    sample, chat = bench.config.sample, bench.student.chat
+    chat = bench.student.chat
     right, firsts = "", dict.fromkeys(range(1, 32), 0)
     with running(bench, stage) as path:
         scores = token_scores(path, stage, bench)
-        for start in range(0, len(bench.rows), sample.batch):
-            part = bench.rows[start : start + sample.batch]
-            completions = generate(
-                path,
-                [row.prompt_ids for row in part],
-                Sampling(sample.max_new_tokens),
-                end_ids=chat.end_ids,
-                pad_id=chat.pad_id,
-                native_k=stage.native_k,
-            )
-            for row, done in zip(part, completions, strict=True):
-                text = chat.text(done.ids)
-                right += str(int(is_correct(row.answer, text)))
-                step = first_error(chat.text(row.prompt_ids), text)
-                if step:
-                    firsts[step] += 1
+        for row, done in zip(bench.rows, greedy_answers(path, stage, bench, bench.rows), strict=True):
+            text = chat.text(done.ids)
+            right += str(int(is_correct(row.answer, text)))
+            step = first_error(chat.text(row.prompt_ids), text)
+            if step:
+                firsts[step] += 1
     return Result(scores["loss"], scores["kl"], scores["reverse_kl"], right.count("1") / len(right), right, firsts)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3_5_moe
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.engine import Engine
+from edge0_runtime.experts.store import ExpertStore
+from edge0_runtime.model import find_adapters
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]
@@ -167,3 +170,12 @@ def budget() -> Callable[..., float]:
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
     return [rng.integers(3, 384, size=n).tolist() for n in (1, 2, 7, 23)]
+
+
+@pytest.fixture
+def store(tiny_dir: Path) -> Iterator[ExpertStore]:
+    """The experts of `tiny_dir`, on disk."""
+    tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
+    opened = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
+    yield opened
+    opened.close()

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks import plot_arms, slow_disk
 from edge0_runtime import cli
-from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
@@ -37,14 +36,6 @@ from edge0_runtime.plan import MAX_GATHERED_ROWS, make_plan, prefill_chunk
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")
 ARMS = ("prerouter", "on_demand", "history")
-
-
-@pytest.fixture
-def store(tiny_dir: Path) -> Iterator[ExpertStore]:
-    tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    opened = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
-    yield opened
-    opened.close()
 
 
 # -- the plan ----------------------------------------------------------------------------------------------

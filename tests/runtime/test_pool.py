@@ -13,12 +13,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.experts.pool import SlotPool, _runs
 from edge0_runtime.experts.reader import Load, Reader, _fill
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.model import find_adapters
 
 PREADV = os.preadv
 EXPERTS = 8
@@ -26,14 +24,6 @@ EXPERTS = 8
 
 def nothing() -> None:
     pass
-
-
-@pytest.fixture
-def store(tiny_dir: Path) -> Iterator[ExpertStore]:
-    tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    opened = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

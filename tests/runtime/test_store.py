@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -19,14 +18,6 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.model import find_adapters
 
 PREADV = os.preadv
-
-
-@pytest.fixture
-def store(tiny_dir: Path) -> Any:
-    tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    opened = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
-    yield opened
-    opened.close()
 
 
 def read_expert(store: ExpertStore, layer: int, expert: int) -> list[bytearray]:
