@@ -1,13 +1,15 @@
 """Ways to serve the same model, to be measured against each other (docs/method.md 3).
 
-* prerouter: heads route the predicted layers one token ahead, and their experts are read meanwhile. The product.
+* prerouter: heads route the predicted layers one token ahead, and their experts are read meanwhile; the other layers' are
+  read as in lookahead. The product.
 * on_demand: every layer's own gate; experts are read when it has chosen.
 * history: own gates; the last token's experts are read again ahead, as far as they are gone.
+* lookahead: own gates; read ahead is what a layer's gate would choose from the input of the layer below.
 * same_token: layer N+1 is routed by its own gate applied to layer N's input, one layer ahead in the same token
   (the manner of Pre-gated MoE, arXiv 2308.12066, without its training).
 * resident: plain mlx-lm, all experts in memory.
 
-on_demand, history and resident compute the same; prerouter and same_token are other models.
+on_demand, history, lookahead and resident compute the same; prerouter and same_token are other models.
 """
 
 from __future__ import annotations

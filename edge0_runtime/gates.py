@@ -7,6 +7,7 @@ what is predicted is what is routed. T tokens, D hidden size, E experts, K exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -38,20 +39,31 @@ class PreroutedGate(nn.Module):
         self.inner = inner
         self._layer, self._tier, self._log = layer, tier, log
         self._predictor: Predictor | None = None
+        self._above: Callable[[mx.array], mx.array] | None = None
 
     def follow(self, predictor: Predictor | None) -> None:
         """Be routed by this from now on; None is the layer's own gate."""
         self._predictor = predictor
 
+    def look_ahead(self, above: Callable[[mx.array], mx.array] | None) -> None:
+        """When one token is routed by own gates, say what the next layer's would choose by its `own_choice`."""
+        self._above = above
+
+    def own_choice(self, x_TD: mx.array) -> mx.array:
+        """[<=2, K], what the layer's own gate chooses at the last two of these inputs."""
+        return self._choice(self.inner(x_TD))
+
     def __call__(self, x: mx.array) -> Any:
         layer, predictor = self._layer, self._predictor
-        if predictor is None:
-            return self._narrowed(self._own(x))
-        predictor.observe_input(layer, x.reshape(-1, x.shape[-1]))
-        if not predictor.predicts(layer):
+        x_TD = x.reshape(-1, x.shape[-1])
+        if predictor is not None:
+            predictor.observe_input(layer, x_TD)
+        if predictor is None or not predictor.predicts(layer):
             own = self._own(x)
-            if predictor.wants_own_choice(layer):
+            if predictor is not None and predictor.wants_own_choice(layer):
                 predictor.observe_own_choice(layer, self._choice(own))
+            if self._above and len(x_TD) == 1 and not (predictor and predictor.predicts(layer + 1)):
+                self._log.expected[layer + 1] = self._above(x_TD)
             return self._narrowed(own)
         if predictor.wants_own_choice(layer):
             predictor.observe_own_choice(layer, self._choice(self.inner(x)))
@@ -71,7 +83,7 @@ class PreroutedGate(nn.Module):
         return scores(self._tier.router, own.reshape(-1, own.shape[-1])[-1])
 
     def _choice(self, own: Any) -> mx.array:
-        """[<=2, K], what the own gate chooses at the last two tokens."""
+        """As `own_choice`, of what the gate gave."""
         return route(self._tier.router, own.reshape(-1, own.shape[-1])[-2:], self._tier.k)[0]
 
     def _narrowed(self, own: Any) -> Any:

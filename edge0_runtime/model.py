@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,6 +186,13 @@ class ServedModel:
         for layer in self._moe_layers:
             self._block(layer).gate.follow(self.predictor)
         self.serving = dataclasses.replace(self.serving, arm=arm)
+        self._set_look_ahead()
+
+    def _set_look_ahead(self) -> None:
+        """Whether layers on their own gates say what the next one may need: only where somebody reads it then."""
+        wanted = self.serving.arm in ("prerouter", "lookahead") and not self.never_waits
+        for layer, above in itertools.pairwise(self._moe_layers):
+            self._block(layer).gate.look_ahead(self._block(above).gate.own_choice if wanted else None)
 
     def resize(self, budget_bytes: int | None) -> None:
         """Hold as many experts as fit into another budget; between requests only. Says the plan first."""
@@ -214,6 +222,7 @@ class ServedModel:
         for module in experts:
             module.attach(self.memory)
         self.plan = plan
+        self._set_look_ahead()
 
     # -- one sequence ----------------------------------------------------------------------------------------
 

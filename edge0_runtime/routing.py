@@ -22,18 +22,22 @@ class RoutingLog:
         executed: layer -> [T, K] expert indices, as the block chose them; lazy where nobody waited for them.
         scores: layer -> [E] router scores of the pass's last token that the experts were chosen by, predicted or
             the layer's own (then with its expert bias).
+        expected: layer -> [1, K] what the layer's own gate would choose from the input of the layer below, lazily; only a
+            hint what to read.
         dropped: routings since construction whose expert wasn't there to compute; anything but 0 is a bug.
     """
 
     def __init__(self) -> None:
         self.executed: dict[int, np.ndarray | mx.array] = {}
         self.scores: dict[int, mx.array] = {}
+        self.expected: dict[int, mx.array] = {}
         self.dropped = 0
 
     def clear(self) -> None:
         """Forget the last pass; the count stays."""
         self.executed.clear()
         self.scores.clear()
+        self.expected.clear()
 
 
 def route(

@@ -74,11 +74,11 @@ class ExpertMemory:
         self._staged.update(zip(layers, experts_LK, strict=True))
         self.want(layers, experts_LK)
 
-    def want(self, layers: Sequence[int], experts_LK: np.ndarray) -> None:
-        """These may be the experts of these layers: read them."""
+    def want(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+        """These may be the experts of these layers: read them, and before what else is wanted if `soon`."""
         for pool in self.pools:
             if not pool.full and (rows := [row for row, layer in enumerate(layers) if self._pool[layer] is pool]):
-                pool.want([layers[row] for row in rows], experts_LK[rows])
+                pool.want([layers[row] for row in rows], experts_LK[rows], soon=soon)
 
     def begin(self, *, whole_layers: bool) -> None:
         """A forward pass begins."""
@@ -86,11 +86,13 @@ class ExpertMemory:
         if whole_layers:
             self.want(self.layers[:1], self._every_E[None])
 
-    def look_ahead(self, layer: int) -> None:
-        """`layer` has its experts; with whole layers the next one's are read while it computes."""
+    def look_ahead(self, layer: int, expected_1K: np.ndarray | None) -> None:
+        """`layer` has its experts; while it computes, those of the next one are read: with whole layers all, else
+        `expected_1K`."""
         index = self.layers.index(layer) + 1
-        if self.whole_layers and index < len(self.layers):
-            self.want(self.layers[index : index + 1], self._every_E[None])
+        experts_1N = self._every_E[None] if self.whole_layers else expected_1K
+        if experts_1N is not None and index < len(self.layers):
+            self.want(self.layers[index : index + 1], experts_1N, soon=True)
 
     def take_staged(self, layer: int, indices: mx.array) -> np.ndarray | None:
         """The layer's experts in this step if they were known before, [K]; `indices` is what its block chose, lazily."""

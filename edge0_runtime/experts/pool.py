@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from edge0_runtime.experts.reader import Load, Reader
+from edge0_runtime.experts.reader import AHEAD, DEMANDED, SOON, Load, Reader
 from edge0_runtime.experts.store import FLOATS, ExpertStore, ExpertTensor
 
 MLX_DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
@@ -82,7 +82,7 @@ class SlotPool:
         self._clock_S = np.zeros(slots, np.int64)  # last use
         self._loading_S, self._used_S, self._reserved_S, self._fresh_S = np.zeros((4, slots), bool)
         self._time = 0
-        self._wants: deque[tuple[int, np.ndarray]] = deque()  # (row, experts) that wait for room
+        self._wants: deque[tuple[int, np.ndarray, int]] = deque()  # (row, experts, rank) that wait for room
         self._outstanding: set[Load] = set()
         self._finished: queue.SimpleQueue[Load] = queue.SimpleQueue()
         self.reset_counters()
@@ -130,7 +130,7 @@ class SlotPool:
         if missing_N.any():
             absent = experts_N[missing_N]
             self.late += len(absent)
-            self._issue(row, absent, self._room(len(absent), slots_N[~missing_N], settle), demanded=True)
+            self._issue(row, absent, self._room(len(absent), slots_N[~missing_N], settle), DEMANDED)
             slots_N = self._slot_LE[row, experts_N]
         self._used_S[slots_N] = True
         if self._loading_S[slots_N].any():
@@ -154,15 +154,24 @@ class SlotPool:
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def want(self, layers: Sequence[int], experts_LN: np.ndarray) -> None:
-        """Read these experts of later layers, in this order, as far as there is room; returns at once."""
+    def want(self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False) -> None:
+        """Read these experts of later layers, in this order, as far as there is room; returns at once.
+
+        `soon` is for the layer that comes next: before all that was asked for earlier.
+        """
         self._time += 1
         rows_L = np.array([self._row[layer] for layer in layers])
         slots_LN = self._slot_LE[rows_L[:, None], experts_LN]
         here_LN = slots_LN >= 0
         self._reserved_S[slots_LN[here_LN]] = True
-        for index in np.flatnonzero(~here_LN.all(axis=1)):
-            self._wants.append((int(rows_L[index]), experts_LN[index, ~here_LN[index]]))
+        wants = [
+            (int(rows_L[index]), experts_LN[index, ~here_LN[index]], SOON if soon else AHEAD)
+            for index in np.flatnonzero(~here_LN.all(axis=1))
+        ]
+        if soon:
+            self._wants.extendleft(wants[::-1])
+        else:
+            self._wants.extend(wants)
         self._read_ahead()
 
     def _read_ahead(self) -> None:
@@ -171,15 +180,15 @@ class SlotPool:
         self._collect()
         room = self._free()[: -self._spare or None]
         while self._wants:
-            row, experts_N = self._wants.popleft()
+            row, experts_N, rank = self._wants.popleft()
             experts_N = experts_N[self._slot_LE[row, experts_N] < 0]
             now, later = experts_N[: len(room)], experts_N[len(room) :]
             if len(now):
-                self._issue(row, now, room[: len(now)], demanded=False)
+                self._issue(row, now, room[: len(now)], rank)
                 self._reserved_S[room[: len(now)]] = True
                 room = room[len(now) :]
             if len(later):
-                self._wants.appendleft((row, later))
+                self._wants.appendleft((row, later, rank))
                 return
 
     def fill(self) -> None:
@@ -187,7 +196,7 @@ class SlotPool:
         every_E = np.arange(self._num_experts)
         for row in range(len(self.layers)):
             first = row * self._num_experts
-            self._issue(row, every_E, every_E + first, demanded=False)
+            self._issue(row, every_E, every_E + first, AHEAD)
         for layer in self.layers:
             self.acquire(layer, every_E, lambda: None)
             self.release()
@@ -237,7 +246,7 @@ class SlotPool:
             free = self._free()
         return free[:count]
 
-    def _issue(self, row: int, experts_N: np.ndarray, slots_N: np.ndarray, *, demanded: bool) -> None:
+    def _issue(self, row: int, experts_N: np.ndarray, slots_N: np.ndarray, rank: int) -> None:
         """Give the slots to the experts and have them read."""
         held_N = slots_N[self._row_S[slots_N] >= 0]
         self._slot_LE[self._row_S[held_N], self._expert_S[held_N]] = -1
@@ -254,7 +263,7 @@ class SlotPool:
             targets = [[memory[slot] for slot in slots] for memory in self._memory]
             load = Load(self.layers[row], int(experts_N[start]), targets, slots, self._finished)
             self._outstanding.add(load)
-            self._reader.submit(load, demanded=demanded)
+            self._reader.submit(load, rank)
 
     def _wait(self, slots_N: np.ndarray, settle: Callable[[], None]) -> None:
         settle()

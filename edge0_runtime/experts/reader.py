@@ -2,7 +2,7 @@
 
 A lazy MLX array must not be touched by a second thread (docs/parity.md 5), so these get plain memory only. What a
 layer waits for goes before what is read ahead, and interrupts it between two ranges; what is read ahead goes in the
-order in which it was asked for.
+order in which it was asked for, the next layer's first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Ticket:
     load: Load | None = field(compare=False)
 
 
-DEMANDED, AHEAD, LAST = range(3)
+DEMANDED, SOON, AHEAD, LAST = range(4)
 
 
 class Reader:
@@ -76,9 +76,12 @@ class Reader:
         self._finalizer = weakref.finalize(self, _stop, self._queue, workers)
         atexit.register(self._finalizer)
 
-    def submit(self, load: Load, *, demanded: bool) -> None:
-        """Hand a load to the threads; it comes back through its `finished` queue, whatever happens to it."""
-        self._queue.put_nowait(_Ticket(DEMANDED if demanded else AHEAD, next(self._numbers), load))
+    def submit(self, load: Load, rank: int) -> None:
+        """Hand a load to the threads; it comes back through its `finished` queue, whatever happens to it.
+
+        `rank`: DEMANDED if somebody waits for it, SOON if the next layer may need it, AHEAD if a later one does.
+        """
+        self._queue.put_nowait(_Ticket(rank, next(self._numbers), load))
 
     def drain(self) -> None:
         """Return when every load that was handed over is over."""
@@ -99,28 +102,27 @@ def _stop(tickets: queue.PriorityQueue[_Ticket], workers: Sequence[threading.Thr
 
 def _work(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
     while (ticket := tickets.get()).load is not None:
-        _serve(store, ticket.load, nothing if ticket.rank == DEMANDED else partial(_serve_demanded, store, tickets))
+        _serve(store, ticket.load, partial(_serve_before, store, tickets, ticket.rank))
         del ticket  # or an idle thread would keep it
         tickets.task_done()
     tickets.task_done()
 
 
-def nothing() -> None:
-    """What comes between the ranges of a load that somebody waits for."""
+def _serve_before(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket], rank: int) -> None:
+    """Between two ranges of a load of `rank`: serve what is more urgent.
 
-
-def _serve_demanded(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
-    """Whoever waits for bytes waits for one range of each thread's at most, not for the experts that are read ahead."""
-    while tickets.queue and tickets.queue[0].rank == DEMANDED:  # only a hint: others take tickets meanwhile
+    Whoever waits for bytes waits for one range of each thread's at most, not for the experts that are read ahead.
+    """
+    while tickets.queue and tickets.queue[0].rank < rank:  # only a hint: others take tickets meanwhile
         try:
             ticket = tickets.get_nowait()
         except queue.Empty:
             return
-        if ticket.rank != DEMANDED or ticket.load is None:
+        if ticket.rank >= rank or ticket.load is None:
             tickets.put(ticket)
             tickets.task_done()
             return
-        _serve(store, ticket.load, nothing)
+        _serve(store, ticket.load, partial(_serve_before, store, tickets, ticket.rank))
         tickets.task_done()
 
 

@@ -68,6 +68,7 @@ class StreamingSwitchGLU(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         known_K = self._memory.take_staged(self._layer, indices)
+        expected: mx.array | None = None  # of the next layer, as far as this one can tell
         if known_K is not None:
             self._log.executed[self._layer] = known_K[None]
         if self._pool.full:
@@ -77,7 +78,8 @@ class StreamingSwitchGLU(nn.Module):
         if known_K is not None:
             experts_N = known_K
         else:
-            mx.eval(x, indices)  # and with them all layers below
+            expected = self._log.expected.pop(self._layer + 1, None)
+            mx.eval(x, indices, expected)  # and with them all layers below
             self._pool.release()
             indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
             self._log.executed[self._layer] = indices_TK
@@ -85,7 +87,7 @@ class StreamingSwitchGLU(nn.Module):
         if len(experts_N) > self._pool.slots:
             return self._compute_in_groups(x, indices, experts_N)
         self._pool.acquire(self._layer, experts_N, lambda: mx.eval(x), foreseen=known_K is not None)
-        self._memory.look_ahead(self._layer)
+        self._memory.look_ahead(self._layer, None if expected is None else np.array(expected))
         return self.inner(x, self._pool.locate(self._layer, indices))
 
     def _compute_in_groups(self, x: mx.array, indices: mx.array, experts_N: np.ndarray) -> mx.array:

@@ -16,7 +16,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.measure.bench import PageCache, environment, run
 from edge0_runtime.settings import Arm
 
-EXACT = ("on_demand", "history")  # arms of one and the same model
+EXACT = ("on_demand", "history", "lookahead")  # arms of one and the same model
 
 
 def compare(

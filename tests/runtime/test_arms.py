@@ -12,6 +12,7 @@ import pytest
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
+from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.settings import ARMS
 
 ALL = 32  # experts of the tiny model
@@ -67,7 +68,7 @@ def test_arms_on_own_gates_are_the_same_model_and_the_others_are_not(
         with Engine.load(tiny_dir, arm=arm, **options) as engine:
             results[arm] = outputs(engine, long_prompts)
             assert (engine.stats()["predicted_steps"] > 0) == (arm in ("prerouter", "same_token"))
-    assert results["on_demand"] == results["history"] == results["resident"]
+    assert results["on_demand"] == results["history"] == results["lookahead"] == results["resident"]
     assert results["prerouter"] != results["on_demand"] != results["same_token"] != results["prerouter"]
 
 
@@ -104,6 +105,47 @@ def test_same_token_routes_by_the_next_gate_on_this_layers_input(
         layer.mlp.gate = FromBelow(number)
     logits = np.array(model(mx.array([[*prompt, steps[0].token]]))[0, -1])
     assert np.linalg.norm(steps[1].logits - logits) < 1e-4 * np.linalg.norm(logits)
+
+
+@pytest.mark.parametrize("arm", ["prerouter", "lookahead", "on_demand"])
+def test_a_layer_on_its_own_gate_has_read_what_the_next_ones_gate_chooses_from_its_input(
+    make_dir: Callable[..., Path],
+    plain_model: Callable[[Path, int], Any],
+    budget: Callable[..., float],
+    long_prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    arm: str,
+) -> None:
+    """Against mlx-lm's blocks; only the last consumer is predicted, so layers 0 and 1 keep their gates."""
+    directory = make_dir(owners=(1,), consumers=(2,))
+    asked: list[tuple[int, list[int]]] = []
+    want = ExpertMemory.want
+
+    def spy(memory: ExpertMemory, layers: list[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+        if soon:
+            asked.append((*layers, sorted(experts_LK[0].tolist())))
+        want(memory, layers, experts_LK, soon=soon)
+
+    monkeypatch.setattr(ExpertMemory, "want", spy)
+    prompt = long_prompts[0][:1]  # one token: a pass by own gates in every arm
+    with Engine.load(directory, arm=arm, lora=False, memory_budget=budget(directory, 20, arm=arm)) as engine:
+        list(engine.generate(prompt, max_tokens=1, trace=True))
+    model, inputs = plain_model(directory, 2), {}
+
+    class Recorded(type(model.layers[0].mlp)):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> mx.array:
+            inputs[self.number] = x[0, -1]
+            return super().__call__(x)
+
+    for number, layer in enumerate(model.layers):
+        layer.mlp.__class__ = Recorded
+        layer.mlp.number = number
+    mx.eval(model(mx.array([prompt])))
+    expected = []
+    for below, layer in enumerate(model.layers[1:]):
+        logits = np.array(layer.mlp.gate(inputs[below][None])[0])
+        expected.append((below + 1, sorted(np.argsort(logits)[-2:].tolist())))
+    assert asked == ([] if arm == "on_demand" else expected)
 
 
 def test_without_prerouter_is_on_demand(tiny_dir: Path, long_prompts: list[list[int]]) -> None:

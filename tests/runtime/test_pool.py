@@ -84,6 +84,8 @@ def test_a_long_random_walk_keeps_every_expert_right(
         if ahead:
             pool.want([layer for layer, _ in ahead], np.stack([experts for _, experts in ahead]))
         for layer in range(4):
+            if rng.random() < 0.2:
+                pool.want([layer], rng.permutation(EXPERTS)[None, :2], soon=True)
             staged = [experts for owner, experts in ahead if owner == layer]
             experts = staged[0] if staged and rng.random() < 0.9 else rng.permutation(EXPERTS)[: rng.integers(1, 4)]
             pool.acquire(layer, experts, nothing)
@@ -186,8 +188,8 @@ def test_a_layer_that_must_have_room_breaks_reservations(make_pool: Callable[...
     assert pool.present(2, np.array([0, 1])).all()
 
 
-def test_what_is_demanded_is_read_before_what_is_ahead(
-    make_pool: Callable[..., SlotPool], store: ExpertStore, monkeypatch: pytest.MonkeyPatch
+def test_what_is_demanded_is_read_first_and_what_the_next_layer_may_need_before_what_is_ahead(
+    store: ExpertStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[tuple[int, int]] = []
     first_taken, go = threading.Event(), threading.Event()
@@ -200,12 +202,25 @@ def test_what_is_demanded_is_read_before_what_is_ahead(
     monkeypatch.setattr(store, "read", read)
     one = Reader(store, threads=1, bound=64)
     pool = SlotPool(store, one, tuple(store.tensors), 8, 0, True)
-    pool.want([1, 2, 3], np.array([[0], [0], [0]]))
+    pool.want([1, 2], np.array([[0], [0]]))
     assert first_taken.wait(60)
+    pool.want([3], np.array([[7]]), soon=True)
     pool.acquire(0, np.array([5]), go.set)
-    pool.abandon()
+    pool.acquire(2, np.array([0]), nothing)
     one.close()
-    assert order[:2] == [(1, 0), (0, 5)]
+    assert order == [(1, 0), (0, 5), (3, 7), (2, 0)]
+
+
+def test_what_waits_for_room_lets_the_next_layer_go_first(
+    make_pool: Callable[..., SlotPool], gate: threading.Event
+) -> None:
+    pool = make_pool(4)
+    pool.want([1, 2, 3], np.array([[0, 1], [0, 1], [0, 1]]))  # layer 3 finds no room
+    pool.want([0], np.array([[4, 5]]), soon=True)
+    gate.set()
+    pool.acquire(1, np.array([0, 1]), nothing)
+    pool.release()  # two slots; those of layer 2 are reserved
+    assert pool.present(0, np.array([4, 5])).all() and not pool.present(3, np.array([0, 1])).any()
 
 
 def test_what_is_demanded_interrupts_what_is_ahead_between_two_ranges(
