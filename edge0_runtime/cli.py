@@ -17,6 +17,7 @@ template and samples as its generation_config.json says. Errors are a sentence o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -137,15 +138,20 @@ def _bench(args: argparse.Namespace) -> None:
     from edge0_runtime.measure.bench import bench
     from edge0_runtime.server.text import chat_ids
 
-    with _load(args) as engine:
+    with contextlib.ExitStack() as engines:
+        engine = engines.enter_context(_load(args))
         texts = args.prompt or BENCH_PROMPTS
         prompts = [chat_ids(engine.tokenizer, [{"role": "user", "content": text}]) for text in texts]
         if args.arms is None:
             runs = bench(engine, prompts, max_tokens=args.max_tokens)
         else:
+            resident = None
+            if "resident" in args.arms:
+                args.arm, args.prerouter = "resident", False
+                resident = engines.enter_context(_load(args))
             runs = compare(
                 engine, prompts, arms=args.arms, max_tokens=args.max_tokens, rounds=args.rounds,
-                page_cache=args.page_cache,
+                page_cache=args.page_cache, resident=resident,
             )  # fmt: skip
         rows = []
         for row in runs:
@@ -317,10 +323,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _arms(text: str) -> list[str]:
     arms = text.split(",")
-    if unknown := [arm for arm in arms if arm not in ARMS or arm == "resident"]:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown)}: choose of {', '.join(a for a in ARMS if a != 'resident')}"
-        )
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose of {', '.join(ARMS)}")
     return arms
 
 

@@ -24,13 +24,14 @@ from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_runtime.experts.memory import ExpertMemory
+from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import ResidentSwitchGLU, StreamingSwitchGLU
 from edge0_runtime.gates import prerouted
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.measure.disk import disk_speed
 from edge0_runtime.network import evaluate, load_network, network_nbytes, to_float32
-from edge0_runtime.plan import Plan, make_plan
+from edge0_runtime.plan import Plan, check_memory, make_plan
 from edge0_runtime.prerouter import Predictor, Prerouter
 from edge0_runtime.routing import RoutingLog, block_choice
 from edge0_runtime.settings import Arm
@@ -141,6 +142,8 @@ class ServedModel:
         adapter_bytes += 0 if self.prerouter is None else self.prerouter.nbytes
         base_bytes = network_bytes - self._expert_nbytes()
         self._fixed = {"resident_bytes": base_bytes, "adapter_bytes": adapter_bytes}
+        if self.serving.arm == "resident":
+            self._check_resident()
         self._wrap_blocks()
         self.set_arm(self.serving.arm)
         if self.serving.arm != "resident":
@@ -150,6 +153,12 @@ class ServedModel:
             to_float32(self._network, packed_too=True)
             self._fixed["resident_bytes"] += network_nbytes(self._network) - before
         evaluate(self._network)
+
+    def _check_resident(self) -> None:
+        experts = sum(
+            self.store.num_experts * slot_nbytes(tensors, self._float32) for tensors in self.store.tensors.values()
+        )
+        check_memory("arm resident", sum(self._fixed.values()) + experts, "choose one that streams")
 
     @property
     def _moe_layers(self) -> tuple[int, ...]:

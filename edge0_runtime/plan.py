@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
-
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.store import ExpertStore
+from edge0_runtime.measure.memory import memory_limit_bytes
 
 GIB = 2**30
 FLOAT_BYTES = 4
@@ -112,7 +111,7 @@ def make_plan(
     """How many experts a budget holds.
 
     Args:
-        budget_bytes: None takes a quarter of the machine's memory, or what all experts need if that is less.
+        budget_bytes: None takes a quarter of the memory there is, or what all experts need if that is less.
         resident_bytes, adapter_bytes: as they will be in memory.
         predicted_layers: layers whose routing is known a token ahead.
         float32: the network computes in it, and slots hold scales and biases in it.
@@ -126,7 +125,7 @@ def make_plan(
     workspace = workspace_bytes(tier, prefill_chunk(tier))
     fixed = resident_bytes + adapter_bytes + workspace
     if budget_bytes is None:
-        budget_bytes = min(fixed + experts * one_slot, max(psutil.virtual_memory().total // 4, fixed + one_slot))
+        budget_bytes = min(fixed + experts * one_slot, max(memory_limit_bytes() // 4, fixed + one_slot))
     slots = min(experts, (budget_bytes - fixed) // one_slot)
     if slots < 1:
         raise Edge0Error(
@@ -134,6 +133,7 @@ def make_plan(
             f" {fixed / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB;"
             f" give at least {(fixed + one_slot) / GIB:.6g}"
         )
+    check_memory("memory_budget", fixed + slots * one_slot, "give less")
     return Plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
@@ -146,6 +146,15 @@ def make_plan(
         step_experts=layers * tier.k,
         predicted_experts=predicted_layers * tier.k,
     )
+
+
+def check_memory(field: str, needed_bytes: int, fix: str) -> None:
+    """Raises Edge0Error, naming `field` and `fix`, if the machine or this process's control group has less memory."""
+    limit = memory_limit_bytes()
+    if needed_bytes > limit:
+        raise Edge0Error(
+            f"{field}: {needed_bytes / GIB:.3g} GiB are needed and this machine or control group has {limit / GIB:.3g}; {fix}"
+        )
 
 
 def prefill_chunk(tier: Tier) -> int:

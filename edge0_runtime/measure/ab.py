@@ -1,8 +1,8 @@
-"""Arms against each other: one engine, one session, the same tokens, alternated there and back (A B C, C B A).
+"""Arms against each other: one session, the same tokens, alternated there and back (A B C, C B A).
 
 Drift of the machine then falls on all arms alike, and a ratio is taken between neighbours in time. Every arm
 processes the same continuation, so that it needs the same number of experts; arms on their own gates must also agree
-on every greedy token.
+on every greedy token. One engine serves them all, but for resident: that holds all experts and is a second one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.measure.bench import PageCache, environment, run
 from edge0_runtime.settings import Arm
 
-EXACT = ("on_demand", "history", "lookahead")  # arms of one and the same model
+EXACT = ("on_demand", "history", "lookahead", "resident")  # arms of one and the same model
 
 
 def compare(
@@ -27,28 +27,38 @@ def compare(
     max_tokens: int,
     rounds: int,
     page_cache: PageCache,
+    resident: Engine | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for every run. The first arm's greedy answers are what all arms replay; every run begins without experts.
 
+    `resident` runs the arm of that name; while it is loaded, the process's memory is not that of the other arms.
     Raises Edge0Error if arms that claim to be exact choose different tokens, or an expert is dropped.
     """
-    answers = []
-    for prompt_ids in prompts:
-        engine.set_arm(arms[0])
-        answers.append([step.token for step in engine.generate(prompt_ids, max_tokens=max_tokens, ignore_eos=True)])
+
+    def serving(arm: Arm) -> Engine:
+        if arm == "resident" and resident is not None:
+            return resident
+        engine.set_arm(arm)
+        return engine
+
+    first = serving(arms[0])
+    answers = [
+        [step.token for step in first.generate(prompt_ids, max_tokens=max_tokens, ignore_eos=True)]
+        for prompt_ids in prompts
+    ]
     greedy: dict[int, list[int]] = {}
     for number in range(rounds):
         for half, order in enumerate((arms, arms[::-1])):
             for arm in order:
-                engine.set_arm(arm)
+                serves = serving(arm)
                 for index, (prompt_ids, answer) in enumerate(zip(prompts, answers, strict=True)):
-                    engine.forget_experts()
-                    row = run(engine, prompt_ids, max_tokens=max_tokens, continuation=answer, page_cache=page_cache)
+                    serves.forget_experts()
+                    row = run(serves, prompt_ids, max_tokens=max_tokens, continuation=answer, page_cache=page_cache)
                     if row["dropped_experts"]:
                         raise Edge0Error(f"arm {arm}: {row['dropped_experts']} experts were dropped; this is a bug")
                     if arm in EXACT and greedy.setdefault(index, row["greedy"]) != row["greedy"]:
                         raise Edge0Error(f"arm {arm}: other greedy tokens than {EXACT}; this is a bug")
-                    yield environment(engine) | {"round": number, "half": half, "prompt": index} | row
+                    yield environment(serves) | {"round": number, "half": half, "prompt": index} | row
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], arm: str, against: str) -> list[float]:
@@ -85,7 +95,7 @@ def table(rows: Sequence[Mapping[str, Any]], against: str) -> str:
             f" {middle('decode_expert_late_per_step'):>5.1f} {middle('mlx_peak_bytes', 2**-30):>7.2f}"
             f" {middle('process_peak_rss_bytes', 2**-30):>7.2f}  {spread}"
         )
-    plan = rows[0]["plan"] if rows else None
+    plan = next((row["plan"] for row in rows if row["plan"]), None)
     if plan and plan["disk_bytes_per_second"]:
         lines.append(
             f"disk {plan['disk_bytes_per_second'] / 1e9:.3g} GB/s at the engine's read size;"

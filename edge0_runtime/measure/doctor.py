@@ -14,7 +14,7 @@ import psutil
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.measure.disk import depth_sweep
-from edge0_runtime.measure.memory import page_cache_bytes
+from edge0_runtime.measure.memory import memory_limit_bytes, page_cache_bytes
 from edge0_runtime.model import find_adapters
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-lm", "numpy", "transformers")
@@ -36,7 +36,7 @@ def doctor(model_dir: Path, tier_name: str | None, max_bytes: int) -> dict[str, 
             "python": platform.python_version(),
             "device": str(mx.default_device()),
             "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
+            "memory_bytes": memory_limit_bytes(),
             "memory_available_bytes": psutil.virtual_memory().available,
             "versions": {name: found for name in PACKAGES if (found := _version(name))},
             "tier": tier.name,

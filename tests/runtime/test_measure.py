@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import psutil
 import pytest
 
 from benchmarks import plot_arms, slow_disk
@@ -25,6 +26,7 @@ from edge0_runtime.measure.disk import disk_speed
 from edge0_runtime.measure.doctor import doctor, doctor_text
 from edge0_runtime.measure.memory import (
     drop_page_cache,
+    memory_limit_bytes,
     page_cache_bytes,
     peak_rss_bytes,
     process_io,
@@ -33,9 +35,9 @@ from edge0_runtime.measure.memory import (
 )
 from edge0_runtime.model import find_adapters
 from edge0_runtime.plan import MAX_GATHERED_ROWS, make_plan, prefill_chunk
+from edge0_runtime.settings import ARMS
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")
-ARMS = ("prerouter", "on_demand", "history")
 
 
 # -- the plan ----------------------------------------------------------------------------------------------
@@ -151,8 +153,13 @@ def test_doctor_reads_nothing_but_experts(tiny_dir: Path) -> None:
 def test_arms_take_turns_on_the_same_tokens(
     tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]]
 ) -> None:
-    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 12)) as engine:
-        rows = list(compare(engine, prompts[1:3], arms=ARMS, max_tokens=6, rounds=2, page_cache="run"))
+    with (
+        Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 12)) as engine,
+        Engine.load(tiny_dir, arm="resident") as resident,
+    ):
+        rows = list(
+            compare(engine, prompts[1:3], arms=ARMS, max_tokens=6, rounds=2, page_cache="run", resident=resident)
+        )
     order = [row["arm"] for row in rows if row["prompt"] == 0]
     assert order == [*ARMS, *ARMS[::-1]] * 2
     assert json.loads(json.dumps(rows)) == rows
@@ -165,7 +172,7 @@ def test_arms_take_turns_on_the_same_tokens(
     assert len(ratios(rows, "prerouter", "on_demand")) == 8
     assert ratios(rows, "history", "history") == [1.0] * 8
     text = table(rows, "on_demand").splitlines()
-    assert [line.split()[0] for line in text[1:4]] == list(ARMS)
+    assert [line.split()[0] for line in text[1:7]] == list(ARMS)
 
 
 def test_a_run_counts_bytes_waits_and_overlap(
@@ -208,15 +215,17 @@ def test_bench_compares_arms_and_the_plots_show_them(
     tiny_dir: Path, budget: Callable[..., float], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    arguments = ["bench", str(tiny_dir), "--arms", "prerouter,on_demand", "--rounds", "1", "--max-tokens", "4"]
+    arguments = ["bench", str(tiny_dir), "--arms", "prerouter,resident,on_demand", "--rounds", "1", "--max-tokens", "4"]
     gib = str(budget(tiny_dir, 12))
     capsys.readouterr()
     assert cli.main([*arguments, "--prompt", "1+1", "--memory-budget", gib, "--json"]) == 0
     lines = capsys.readouterr().out
     assert [json.loads(line)["arm"] for line in lines.splitlines()] == [
         "prerouter",
+        "resident",
         "on_demand",
         "on_demand",
+        "resident",
         "prerouter",
     ]
     (tmp_path / "k2.jsonl").write_text(lines)
@@ -227,10 +236,32 @@ def test_bench_compares_arms_and_the_plots_show_them(
     assert "prerouter" in capsys.readouterr().out
 
 
-def test_bench_refuses_arms_that_cannot_take_turns(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_refuses_arms_that_do_not_exist(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["bench", str(tiny_dir), "--arms", "prerouter,resident"])
-    assert "resident: choose of prerouter" in capsys.readouterr().err
+        cli.main(["bench", str(tiny_dir), "--arms", "prerouter,faster"])
+    assert "faster: choose of prerouter" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge0_runtime.plan.memory_limit_bytes", lambda: 2**16)
+    with pytest.raises(Edge0Error, match=r"arm resident: .* GiB are needed .* choose one that streams"):
+        Engine.load(tiny_dir, arm="resident")
+    with pytest.raises(Edge0Error, match=r"memory_budget: .* GiB are needed .* give less"):
+        Engine.load(tiny_dir, memory_budget=4.0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_groups_limit_counts_and_those_above_it(tmp_path: Path, version: int) -> None:
+    name, root = ("memory.limit_in_bytes", tmp_path / "memory") if version == 1 else ("memory.max", tmp_path)
+    proc = tmp_path / "proc"
+    proc.write_text("7:cpu:/other\n" + ("4:hugetlb,memory:/a/b\n0::/\n" if version == 1 else "0::/a/b\n"))
+    (root / "a/b").mkdir(parents=True)
+    unlimited = memory_limit_bytes(proc, tmp_path)
+    assert unlimited == psutil.virtual_memory().total
+    (root / "a/b" / name).write_text(str(10**9) if version == 1 else "max")
+    (root / "a" / name).write_text(f"{10**8}\n")
+    assert memory_limit_bytes(proc, tmp_path) == 10**8
+    assert memory_limit_bytes(tmp_path / "absent", tmp_path) == unlimited
 
 
 def test_the_simulated_disk_serves_one_read_after_another(tmp_path: Path) -> None:
