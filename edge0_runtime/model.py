@@ -212,7 +212,7 @@ class ServedModel:
             self.tier,
             self.store,
             budget_bytes=budget_bytes,
-            predicted_layers=0 if self.prerouter is None else len(self.prerouter.owners),
+            predicted_layers=0 if self.prerouter is None else len(self.prerouter.consumers),
             float32=self._float32,
             **self._fixed,
         )
@@ -320,8 +320,10 @@ class ServedModel:
         if self.memory is None:
             return
         if self._choices is not None:
-            layers = [owner + 1 for owner in self.prerouter.owners] if self.prerouter else []
-            self.memory.stage(layers, np.array(self._choices).astype(np.int64))
+            assert self.prerouter is not None  # nothing else predicts a step ahead
+            consumers, choices_OK = self.prerouter.consumers, np.array(self._choices).astype(np.int64)
+            self.memory.stage(consumers, choices_OK[: len(consumers)])
+            self.memory.want(self.prerouter.guessed, choices_OK[len(consumers) :])
         elif self.serving.arm == "history" and self.log.executed:
             self.memory.want(self._moe_layers, self.executed())
 

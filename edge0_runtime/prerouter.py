@@ -7,8 +7,8 @@ per decode step `predict`, `begin_decode(step)`, forward, `advance`. `predict` e
 soon as the token of the step is chosen: token-aware heads see it. Whether a forward pass is prefill or decode
 is told, never guessed from its length: a prompt's last chunk may be one token.
 
-Shapes: O owners, T tokens, K experts per token, E experts, D hidden size, W head width, I = D + 2E head input
-(2D + 2E if token-aware).
+Shapes: O owners (those whose next layer is predicted first), T tokens, K experts per token, E experts, D hidden size,
+W head width, I = D + 2E head input (2D + 2E if token-aware).
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ class Predictor(Protocol):
 class Prerouter:
     """All heads of a tier, stacked, and the state of the request that is running.
 
-    Owners whose next layer keeps its own gate are left out: their output has no use.
-
     Attributes:
-        owners: owner layers in use, one head each.
+        consumers: predicted layers, in the order of the predictions.
+        guessed: layers that keep their own gate and have a head all the same (35b: the last one). What it predicts comes
+            after the consumers' and routes nothing, but is a good guess what to read.
         predicted_steps: decode steps routed by prediction since construction.
     """
 
     def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray], dtype: mx.Dtype) -> None:
         """`tensors` is the content of the prerouter file; the heads compute in `dtype`."""
         self.tier = tier
-        self.owners = tuple(n for n in tier.owners if n + 1 in tier.consumers)
+        self.consumers = tier.consumers
+        self.guessed = tuple(n + 1 for n in tier.owners if n + 1 not in tier.consumers)
+        self._owners = tuple(layer - 1 for layer in (*self.consumers, *self.guessed))
         self.predicted_steps = 0
         self._dtype = dtype
         self._fc1_OIW = self._stack(tensors, "fc1")
         self._fc2_OWE = self._stack(tensors, "fc2")
         self._linear_init_OIE = self._stack(tensors, "linear_init")
-        self._zeros_OE = mx.zeros((len(self.owners), tier.num_experts), dtype)
+        self._zeros_OE = mx.zeros((len(self._owners), tier.num_experts), dtype)
         mx.eval(self._fc1_OIW, self._fc2_OWE, self._linear_init_OIE, self._zeros_OE)
         self.reset()
 
     def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
-        stacked = np.stack([tensors[f"layers.{n}.{part}.weight"].T for n in self.owners])
+        stacked = np.stack([tensors[f"layers.{n}.{part}.weight"].T for n in self._owners])
         return mx.array(stacked).astype(self._dtype)
 
     @property
@@ -80,7 +82,7 @@ class Prerouter:
         self._hidden: dict[int, mx.array] = {}  # owner -> its last MoE input [D]
         self._own_choice: dict[int, mx.array] = {}  # owner -> its own gate's last choices [<=2, K] (teacher)
         self._current_OE = self._previous_OE = self._zeros_OE  # routing of the last captured input, and before
-        self._pending_OE: mx.array | None = None  # logits for the consumers' next input
+        self._pending_OE: mx.array | None = None  # logits for the next input
 
     def begin_prefill(self) -> None:
         """The next forward pass processes a chunk of the prompt."""
@@ -101,9 +103,9 @@ class Prerouter:
         if not self._capturing:
             return
         if self.tier.feature_topk == "executed":
-            last_OTK = mx.stack([mx.array(executed[n][-2:]).astype(mx.uint32) for n in self.owners])
+            last_OTK = mx.stack([mx.array(executed[n][-2:]).astype(mx.uint32) for n in self._owners])
         else:
-            last_OTK = mx.stack([self._own_choice[n] for n in self.owners])
+            last_OTK = mx.stack([self._own_choice[n] for n in self._owners])
         last_OTE = self._multi_hot(last_OTK)
         # A pass of one token continues the sequence: the input before it belongs to the pass before.
         self._previous_OE = last_OTE[:, -2] if last_OTE.shape[1] > 1 else self._current_OE
@@ -117,10 +119,10 @@ class Prerouter:
         """
         if not self._capturing:
             return None
-        seen = [mx.stack([self._hidden[n] for n in self.owners]), self._current_OE, self._previous_OE]
+        seen = [mx.stack([self._hidden[n] for n in self._owners]), self._current_OE, self._previous_OE]
         if self.tier.token_aware:
             token_D = _rms(embedding_D).astype(self._dtype)
-            seen.append(mx.broadcast_to(token_D, (len(self.owners), *token_D.shape)))
+            seen.append(mx.broadcast_to(token_D, (len(self._owners), *token_D.shape)))
         x_O1I = mx.concatenate(seen, axis=-1)[:, None, :]
         hidden_O1W = nn.gelu(x_O1I @ self._fc1_OIW)  # the exact (erf) GELU
         self._pending_OE = (hidden_O1W @ self._fc2_OWE + x_O1I @ self._linear_init_OIE).squeeze(1)
@@ -140,15 +142,15 @@ class Prerouter:
         """Predicted router logits [E] of `layer` for the running decode step."""
         if self._pending_OE is None:
             raise RuntimeError(f"layer {layer}: a predicted step without predictions; predict() was not called")
-        return self._pending_OE[self.owners.index(layer - 1)]
+        return self._pending_OE[self.consumers.index(layer)]
 
     def wants_own_choice(self, layer: int) -> bool:
         """Whether the layer's own gate is a feature of its head in the running pass, whatever is executed."""
-        return self._capturing and layer in self.owners and self.tier.feature_topk == "teacher"
+        return self._capturing and layer in self._owners and self.tier.feature_topk == "teacher"
 
     def observe_input(self, layer: int, x_TD: mx.array) -> None:
         """Capture a layer's MoE input, if it is an owner's in a pass that captures."""
-        if self._capturing and layer in self.owners:
+        if self._capturing and layer in self._owners:
             self._hidden[layer] = x_TD[-1].astype(self._dtype)
 
     def observe_own_choice(self, layer: int, indices_TK: mx.array) -> None:

@@ -148,6 +148,29 @@ def test_a_layer_on_its_own_gate_has_read_what_the_next_ones_gate_chooses_from_i
     assert asked == ([] if arm == "on_demand" else expected)
 
 
+def test_a_head_that_routes_nothing_says_what_to_read(
+    tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 3 keeps its gate and owner 2 has a head: its experts are asked for with those of layers 1 and 2."""
+    asked: list[tuple[tuple[int, ...], Any]] = []
+    want = ExpertMemory.want
+
+    def spy(memory: ExpertMemory, layers: list[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+        asked.append((tuple(layers), np.sort(experts_LK)))
+        want(memory, layers, experts_LK, soon=soon)
+
+    monkeypatch.setattr(ExpertMemory, "want", spy)
+    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 20)) as engine:
+        for step in engine.generate(prompts[2], max_tokens=4, ignore_eos=True, trace=True):
+            asked.clear()
+            if step.index < 2:  # nothing is predicted for the first step
+                continue
+            guess = np.sort(np.argsort(np.array(engine.model.pending()[0]))[:, -2:])
+            engine.model.flush()
+            assert [layers for layers, _ in asked] == [(1, 2), (3,)]
+            assert np.array_equal(np.concatenate([experts for _, experts in asked]), guess)
+
+
 def test_without_prerouter_is_on_demand(tiny_dir: Path, long_prompts: list[list[int]]) -> None:
     with Engine.load(tiny_dir, prerouter=False) as engine, Engine.load(tiny_dir, arm="on_demand") as same:
         assert engine.model.serving == same.model.serving
