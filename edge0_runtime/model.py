@@ -180,7 +180,7 @@ class ServedModel:
             raise Edge0Error("arm: prerouter needs the heads; load the model with them")
         self.predictor = self.prerouter if arm == "prerouter" else None
         if arm == "same_token":
-            gates = {layer: self._block(layer).gate.inner for layer in self.tier.consumers}
+            gates = {layer: self._block(layer).gate.own for layer in self.tier.consumers}
             self.predictor = SameToken(self.tier, gates, self._stage)
         for layer in self._moe_layers:
             self._block(layer).gate.follow(self.predictor)
