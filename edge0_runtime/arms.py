@@ -15,9 +15,9 @@ on_demand, history, lookahead and resident compute the same; prerouter and same_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from edge0_runtime.contract.tier import Tier
@@ -32,9 +32,12 @@ class SameToken:
     """
 
     def __init__(
-        self, tier: Tier, gates: Mapping[int, nn.Module], stage: Callable[[list[int], np.ndarray], None]
+        self,
+        tier: Tier,
+        gates: Mapping[int, Callable[[mx.array], Any]],
+        stage: Callable[[list[int], np.ndarray], None],
     ) -> None:
-        """`gates` are the layers' own; `stage` has a layer's experts read."""
+        """`gates` are the consumers' own; `stage` has a layer's experts read."""
         self._tier = tier
         self._gates = gates
         self._stage = stage
@@ -44,7 +47,7 @@ class SameToken:
     def reset(self) -> None:
         """A new request begins."""
         self._decoding = False
-        self._logits_E: dict[int, mx.array] = {}
+        self._own: dict[int, Any] = {}  # what the gate of a layer above said
 
     def begin_prefill(self) -> None:
         """The next forward pass processes a chunk of the prompt, routed by the layers' own gates."""
@@ -57,7 +60,7 @@ class SameToken:
 
     def advance(self, executed: Mapping[int, np.ndarray | mx.array]) -> None:
         """Nothing is kept from one token to the next."""
-        self._logits_E.clear()
+        self._own.clear()
 
     def predict(self, embedding_D: mx.array) -> None:
         """Nothing is known before the step."""
@@ -66,9 +69,9 @@ class SameToken:
         """Whether `layer` is routed from the layer below in the running forward pass."""
         return self._decoding and layer in self._tier.consumers
 
-    def prediction(self, layer: int) -> mx.array:
-        """Router logits [E] of `layer` for the running step."""
-        return self._logits_E[layer]
+    def prediction(self, layer: int) -> Any:
+        """What the gate of `layer` said in the running step: router logits [1, E], or experts and weights [1, K]."""
+        return self._own[layer]
 
     def wants_own_choice(self, layer: int) -> bool:
         """Never: there are no heads."""
@@ -82,11 +85,10 @@ class SameToken:
         above = layer + 1
         if not self.predicts(above):
             return
-        gate = self._gates[above]
-        logits_E = gate(x_TD[-1:])
-        if isinstance(logits_E, tuple):  # a gate that chooses itself
-            logits_E = x_TD[-1:] @ gate.weight.T
-        self._logits_E[above] = logits_E.reshape(-1)
-        choice_K = block_choice(self._tier.router, self._logits_E[above], self._tier.k, x_TD.dtype)
-        mx.eval(choice_K)
-        self._stage([above], np.array(choice_K)[None])
+        own = self._own[above] = self._gates[above](x_TD[-1:])
+        if isinstance(own, tuple):  # a gate that chooses itself
+            choice_1K = own[0]
+        else:
+            choice_1K = block_choice(self._tier.router, own, self._tier.k, x_TD.dtype)
+        mx.eval(choice_1K)
+        self._stage([above], np.array(choice_1K))

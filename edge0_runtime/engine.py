@@ -206,7 +206,7 @@ class Engine:
 
         Raises:
             Edge0Error: at once for a wrong argument; while iterating when the engine is busy, when experts
-                can't be read or when logits aren't finite. The engine stays usable.
+                can't be read, when their files were written to or when logits aren't finite. The engine stays usable.
         """
         if max_tokens < 1:
             raise Edge0Error(f"max_tokens: {max_tokens} must be at least 1")
@@ -255,6 +255,7 @@ class Engine:
             raise Edge0Error("engine: a request is running; finish or close it before the next")
         try:
             self.model.start()
+            self.model.recover()
             self._requests += 1
             logits = self._prefill(prompt_ids, cancel)
             if logits is None:

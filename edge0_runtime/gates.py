@@ -59,7 +59,7 @@ class PreroutedGate(nn.Module):
         if predictor is not None:
             predictor.observe_input(layer, x_TD)
         if predictor is None or not predictor.predicts(layer):
-            own = self._own(x)
+            own = self.own(x)
             if predictor is not None and predictor.wants_own_choice(layer):
                 predictor.observe_own_choice(layer, self._choice(own))
             if self._above and len(x_TD) == 1 and not (predictor and predictor.predicts(layer + 1)):
@@ -69,11 +69,10 @@ class PreroutedGate(nn.Module):
             predictor.observe_own_choice(layer, self._choice(self.inner(x)))
         if x.size != x.shape[-1]:
             raise RuntimeError(f"layer {layer}: a predicted step has one token, got {x.shape[:-1]}")
-        logits_E = predictor.prediction(layer)
-        self._log.scores[layer] = scores(self._tier.router, logits_E)
-        return self._routing(logits_E, x)
+        return self._routing(predictor.prediction(layer), x)
 
-    def _own(self, x: mx.array) -> Any:
+    def own(self, x: mx.array) -> Any:
+        """What the layer's own gate says, logged."""
         own = self.inner(x)
         self._log.scores[self._layer] = self._own_scores(x, own)
         return own
@@ -90,9 +89,10 @@ class PreroutedGate(nn.Module):
         """What the block gets of its own gate."""
         return within_mass(self._tier.router, own)
 
-    def _routing(self, logits_E: mx.array, x: mx.array) -> Any:
-        """What the block gets of predicted logits."""
-        return within_mass(self._tier.router, logits_E.reshape(*x.shape[:-1], -1).astype(x.dtype))
+    def _routing(self, prediction: Any, x: mx.array) -> Any:
+        """What the block gets of a prediction: E router logits, or what this very gate said of another input."""
+        self._log.scores[self._layer] = scores(self._tier.router, prediction.reshape(-1))
+        return within_mass(self._tier.router, prediction.reshape(*x.shape[:-1], -1).astype(x.dtype))
 
 
 class PreroutedChoice(PreroutedGate):
@@ -109,6 +109,8 @@ class PreroutedChoice(PreroutedGate):
     def _choice(self, own: Any) -> mx.array:
         return own[0].reshape(-1, self._tier.k)[-2:]
 
-    def _routing(self, logits_E: mx.array, x: mx.array) -> Any:
-        indices_K, weights_K = route(self._tier.router, logits_E, self._tier.k)
-        return indices_K.reshape(*x.shape[:-1], -1), weights_K.reshape(*x.shape[:-1], -1)
+    def _routing(self, prediction: Any, x: mx.array) -> Any:
+        if not isinstance(prediction, tuple):  # a head's logits
+            self._log.scores[self._layer] = scores(self._tier.router, prediction)
+            prediction = route(self._tier.router, prediction, self._tier.k)
+        return tuple(part.reshape(*x.shape[:-1], -1) for part in prediction)

@@ -107,6 +107,7 @@ class ServedModel:
         self.vocab_size: int = tier.architecture["vocab_size"]  # equal to config.json's, checked in `build`
         self.context_length = _context_length(checkpoint)
         self.fingerprint = fingerprint
+        self._checkpoint = checkpoint
         self.prerouter_sha256, self.lora_sha256 = (
             None if adapter is None else adapter.sha256 for adapter in (adapters.prerouter, adapters.lora)
         )
@@ -190,7 +191,7 @@ class ServedModel:
             raise Edge0Error("arm: prerouter needs the heads; load the model with them")
         self.predictor = self.prerouter if arm == "prerouter" else None
         if arm == "same_token":
-            gates = {layer: self._block(layer).gate.inner for layer in self.tier.consumers}
+            gates = {layer: self._block(layer).gate.own for layer in self.tier.consumers}
             self.predictor = SameToken(self.tier, gates, self._stage)
         for layer in self._moe_layers:
             self._block(layer).gate.follow(self.predictor)
@@ -208,6 +209,9 @@ class ServedModel:
         experts = [module for module in self._network.modules() if isinstance(module, StreamingSwitchGLU)]
         if not experts:
             raise Edge0Error("memory_budget: arm resident holds all experts; it has no budget")
+        if self.store.failed:
+            self._trust_again()
+        self.store.check()
         plan = make_plan(
             self.tier,
             self.store,
@@ -232,6 +236,24 @@ class ServedModel:
             module.attach(self.memory)
         self.plan = plan
         self._set_look_ahead()
+
+    def recover(self) -> None:
+        """Before a request: after one that the files of the experts failed, go on with these files as they are now.
+
+        If they were written to, no expert that was read before is kept. Raises Edge0Error if they aren't the loaded base's any
+        more, as far as its fingerprint tells.
+        """
+        if self.store.failed and not self.never_waits:
+            self._trust_again()
+
+    def _trust_again(self) -> None:
+        if written := self.store.written():
+            if self._checkpoint.fingerprint() != self.fingerprint:
+                raise Edge0Error(f"{written}. It is another base now: restore it, or load the engine again")
+            log.warning("%s. Both ends of each tensor are the loaded base's: its experts are read again", written)
+            if self.memory is not None:
+                self.memory.forget()
+        self.store.trust()
 
     # -- one sequence ----------------------------------------------------------------------------------------
 
@@ -266,6 +288,7 @@ class ServedModel:
         self._logits = None  # nobody wants them, so they aren't computed
         del logits
         mx.eval([entry.state for entry in self._kv])
+        self._check_files()
         self._settled()
         mx.clear_cache()  # a chunk's arrays have odd sizes that the allocator would keep
         return None
@@ -315,6 +338,7 @@ class ServedModel:
         """
         built = (self._logits, self._predictions, self._choices)
         mx.eval(*arrays, *(array for array in built if array is not None))
+        self._check_files()
         self._settled()
         self._read_ahead = True
         if self.memory is None:
@@ -352,6 +376,11 @@ class ServedModel:
     def _settled(self) -> None:
         if self.memory is not None:
             self.memory.settled()
+
+    def _check_files(self) -> None:
+        """A pass is computed; whatever of it was read came from the files as they were opened."""
+        if not self.never_waits:
+            self.store.check()
 
     def _stage(self, layers: list[int], experts_LK: np.ndarray) -> None:
         if self.memory is not None:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Router, Tier
-from edge0_train.student.path import RoutingPass
+from edge0_runtime.contract.tier import Router
+from edge0_train.student.path import RoutingPass, StudentPath
 from edge0_train.student.routing import multi_hot, select
 
 HeadLoss = Callable[..., torch.Tensor]
@@ -85,19 +85,21 @@ def _ranked(router: Router, logits_NE: torch.Tensor, rank: int, bias_E: torch.Te
     return (with_it - without).argmax(-1, keepdim=True)
 
 
-def routing_divergence(tier: Tier, routing: RoutingPass) -> torch.Tensor:
+def routing_divergence(path: StudentPath, routing: RoutingPass) -> torch.Tensor:
     """How unpredictable a pass's routing is: `head_kl` of the heads from the routers that they replaced (docs/method.md 2.2).
 
-    Summed over consumer layers and predicted inputs. The target is a consumer's own router on the student's own hidden state, so
-    the gradient has two ways into a LoRA: through that router's logits, and through the features that the head was given.
+    Summed over consumer layers and predicted inputs. The target is a consumer's own router, with its expert bias, on the
+    student's own hidden state, so the gradient has two ways into a LoRA: through that router's logits, and through the
+    features that the head was given.
 
     Args:
-        routing: of a predicted pass that has run, with its routers' logits kept (`RoutingPass.keep_logits`).
+        routing: a predicted pass of `path` that has run, with its routers' logits kept (`RoutingPass.keep_logits`).
     """
-    at_BT, total = routing.predicted_BT, torch.zeros(())
+    tier, at_BT, total = path.tier, routing.predicted_BT, torch.zeros(())
     for layer in tier.consumers:
         head_NE, router_NE = routing.predictions[layer - 1][at_BT], routing.router_logits[layer][at_BT]
-        total = total.to(head_NE.device) + head_kl(tier.router, head_NE, router_NE, tier.k)
+        divergence = head_kl(tier.router, head_NE, router_NE, tier.k, path.expert_bias(layer))
+        total = total.to(head_NE.device) + divergence
     return total
 
 

@@ -4,7 +4,8 @@
     python -m edge0_train phase=inspect base=models/OLMoE-1B-7B out=mine k=4        # and writes mine/tier/<name>.yaml
     python -m edge0_train --config-dir mine phase=all tier=<name> ...               # trains it
 
-Only config.json is read; no weights. What is proposed is a start, in the public tiers' proportions, meant to be edited.
+Only config.json is read; no weights. What is proposed is a start, by the rules and in the proportions of the family's public tier
+(`Family.public_tier`), meant to be edited.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ from transformers import CONFIG_MAPPING
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.files import raise_problems, strict_json
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_train.base.layout import checkpoint_layout, expert_nbytes, nbytes
 from edge0_train.base.load import describe, empty_model
 from edge0_train.base.names import FamilyNames, families
 
-NATIVE_SHARE = 0.15
-"""Of the layers, from the first, that keep their own gate before the first owner: 6 of 40 in the 35b, 1 of 8 in nano."""
 SETTINGS = ("base", "out", "k", "name")
 GIB = 2**30
 
@@ -93,7 +92,7 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
     """A tier for the model of `directory`.
 
     Args:
-        k: served experts a token; 0: half of the model's own.
+        k: served experts a token; 0: the share of the model's own that the public tier serves (35b: half, 8b: all).
         name: of the tier; empty: made of the directory's.
 
     Raises:
@@ -117,6 +116,7 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
         "what is trained would not be what is served: choose another model",
     )
     layout = family(names.family)
+    public = builtin_tier(layout.public_tier)
     architecture = {
         field: layout.config_value(text, field, None)
         for field in (*layout.required, *layout.from_zero, *layout.optional)
@@ -124,19 +124,24 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
     missing = sorted(f for f in (*layout.required, *layout.from_zero) if architecture[f] is None)
     raise_problems(str(path), [f"{field}: missing" for field in missing], f"a {names.family} config.json has them")
     architecture = {field: value for field, value in architecture.items() if value is not None}
-    base_k, label = architecture["num_experts_per_tok"], re.sub("[^A-Za-z0-9._-]+", "-", directory.resolve().name)
+    k = k or max(1, architecture["num_experts_per_tok"] * public.k // public.base_k)
+    label = re.sub("[^A-Za-z0-9._-]+", "-", directory.resolve().name)
     tier = Tier.from_dict(
         {
-            "name": name or f"{label.lower()}-k{k or max(1, base_k // 2)}",
+            "name": name or f"{label.lower()}-k{k}",
             "model": label,
             "family": names.family,
-            "k": k or max(1, base_k // 2),
+            "k": k,
             "router": _router(text, layout),
-            "feature_topk": "executed",
-            "first_token": "gate",
-            **_owners(layout.moe_layers(architecture), architecture["num_hidden_layers"]),
+            "feature_topk": public.feature_topk,
+            "first_token": public.first_token,
+            **_owners(layout.moe_layers(architecture), architecture["num_hidden_layers"], public),
             "head_width": 512 if architecture["hidden_size"] >= 1024 else 2 * architecture["hidden_size"],
-            "lora": {"r": 16, "alpha": 32, "targets": _targets(names.family, architecture)},
+            "lora": {
+                "r": public.lora.r,
+                "alpha": public.lora.alpha,
+                "targets": _targets(names.family, architecture),
+            },
             "architecture": architecture,
         }
     )
@@ -178,10 +183,11 @@ def _router(config: Mapping[str, Any], layout: Family) -> dict[str, Any]:
     }
 
 
-def _owners(moe: Sequence[int], layers: int) -> dict[str, list[int]]:
-    """Owners and the layers that they predict: none of the first share, not the last layer, and a MoE layer before each."""
-    first = max(round(NATIVE_SHARE * layers), 1, min(moe, default=layers))
-    owners = [n for n in moe if first <= n < layers - 2 and n + 1 in moe]
+def _owners(moe: Sequence[int], layers: int, public: Tier) -> dict[str, list[int]]:
+    """Owners and the layers that they predict: after the public tier's share of layers, the last layer as it has it."""
+    first = max(round(public.owners[0] / public.num_layers * layers), 1, min(moe, default=layers))
+    last = layers - public.num_layers + public.consumers[-1]
+    owners = [n for n in moe if first <= n < last and n + 1 in moe]
     if not owners:
         raise Edge0Error(
             f"num_hidden_layers: of {layers} layers none is left to predict; a tier needs at least 4 in all"

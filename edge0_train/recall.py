@@ -80,13 +80,11 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
 
     def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
         """One head's measures on the batch at hand, in the middle of the pass: one owner's features are held at a time."""
-        gate = path.router(owner + 1)
-        bias_E = getattr(gate, "e_score_correction_bias", None)
-        shape = router_BTE.shape[:2]
+        shape, bias_E = router_BTE.shape[:2], path.expert_bias(owner + 1)
         executed_BTK = select(tier.router, router_BTE.flatten(0, 1), tier.k, bias_E).unflatten(0, shape)
         true_BTE = multi_hot(executed_BTK, tier.num_experts)
         before_BTE = torch.cat([torch.zeros_like(true_BTE[:, :1]), true_BTE[:, :-1]], dim=1)
-        weight_EH, features_NF = gate.weight.float(), features_BTF[at_BT]
+        weight_EH, features_NF = path.router(owner + 1).weight.float(), features_BTF[at_BT]
         head_NE = heads(owner, features_NF)
         guesses = {
             "frequency": frequency[owner + 1].expand_as(true_BTE)[at_BT],

@@ -110,7 +110,11 @@ _FAMILIES = {
             "n_group": "num_expert_group",
             "max_position_embeddings": "model_max_length",
         },
-        spared=("attention.q_a_proj", "attention.kv_a_proj_with_mqa"),
+        spared=(
+            "attention.q_a_proj", "attention.kv_a_proj_with_mqa",
+            *(f"mlp.shared_experts.{projection}" for projection in PROJECTIONS),
+        ),
+        public_tier="8b",
         layer_modules=_bailing_moe_v3_modules,
         is_moe=lambda arch, layer: layer >= arch["first_k_dense_replace"],
     ),

@@ -39,6 +39,7 @@ class Family:
         other_experts: further paths below a layer under which published files hold the experts.
         expert_width: the field that is a routed expert's width.
         spared: linear modules that a LoRA may sit on, but does not unless it is asked to.
+        public_tier: the built-in tier whose rules a new tier of the family starts with: its public one, or else the 35b.
         ignored: beginnings, below a layer, of the names of tensors in published files that the model has no use for.
     """
 
@@ -59,6 +60,7 @@ class Family:
     other_experts: tuple[str, ...] = ()
     expert_width: str = "moe_intermediate_size"
     spared: tuple[str, ...] = ()
+    public_tier: str = "35b"
     ignored: tuple[str, ...] = ()
 
     def layer_path(self, layer: int) -> str:

@@ -7,11 +7,12 @@ of MLX.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
@@ -42,11 +43,29 @@ class ExpertTensor:
     nbytes: int
 
 
+class LastWrite(NamedTuple):
+    """What a write to an open file changes. Not its ctime: being renamed or deleted changes that too."""
+
+    size: int
+    ns: int
+
+    @classmethod
+    def of(cls, file: int) -> LastWrite:
+        found = os.fstat(file)
+        return cls(found.st_size, found.st_mtime_ns)
+
+    def __str__(self) -> str:
+        return f"{self.size} bytes, last written {datetime.datetime.fromtimestamp(self.ns / 1e9)}"
+
+
 class ExpertStore:
     """Reads single experts; files are opened once and stay open, so a renamed or deleted file does no harm.
 
+    One that is written to does: what was read before and what is read afterwards are experts of two models.
+
     Attributes:
         tensors: layer -> the layer's expert tensors. num_experts: experts per layer.
+        failed: reading failed, or `check` did, since `trust`.
     """
 
     def __init__(self, tensors: Mapping[int, tuple[ExpertTensor, ...]], num_experts: int) -> None:
@@ -60,6 +79,7 @@ class ExpertStore:
                     os, "posix_fadvise"
                 ):  # what follows an expert is another one, seldom the next that is needed
                     os.posix_fadvise(self._files[path], 0, 0, os.POSIX_FADV_RANDOM)
+            self.trust()
         except OSError as error:
             self.close()
             raise Edge0Error(f"{error.filename}: can't be opened: {error.strerror}") from error
@@ -128,10 +148,32 @@ class ExpertStore:
         except OSError as error:
             reason = f"{error.strerror}; check the disk"
         if got < wanted:
+            self.failed = True
             raise Edge0Error(
                 f"{tensor.path}: reading {tensor.projection}.{tensor.part} of an expert at offset {offset} failed:"
                 f" wanted {wanted} bytes, got {got}: {reason}"
             )
+
+    # -- files that are written to ---------------------------------------------------------------------------
+
+    def trust(self) -> None:
+        """What the files hold now is what they should."""
+        self._trusted = {path: LastWrite.of(file) for path, file in self._files.items()}
+        self.failed = False
+
+    def written(self) -> str | None:
+        """Which file was written to since `trust` and what is seen of it, or None."""
+        for path, file in self._files.items():
+            now, then = LastWrite.of(file), self._trusted[path]
+            if now != then:
+                return f"{path}: written to while it is served: {now}; it was {then}"
+        return None
+
+    def check(self) -> None:
+        """Raise Edge0Error naming file and change where one was written to since `trust`."""
+        if written := self.written():
+            self.failed = True
+            raise Edge0Error(f"{written}. Restore it if its weights are others, then try again")
 
     def close(self) -> None:
         """Close the files; may be called again."""

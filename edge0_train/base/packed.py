@@ -45,17 +45,24 @@ class PackedModule(nn.Module):
         return [self.codes(name) for name in self._kinds]
 
 
-class PackedLinear(PackedModule, nn.Linear):
-    """nn.Linear without a bias; PEFT puts a LoRA on it as on any other. Reading `weight` dequantises."""
+class PackedMatrix(PackedModule):
+    """A packed module over one matrix. Reading `weight` dequantises."""
 
     def __init__(self, codes: Codes, dtype: torch.dtype, device: torch.device):
-        PackedModule.__init__(self, {"weight": codes}, dtype, device)
-        self.out_features, self.in_features = codes.shape
-        self.register_parameter("bias", None)
+        super().__init__({"weight": codes}, dtype, device)
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
+    def weight(self) -> torch.Tensor:
         return self.codes("weight").dense(self.dtype, self.device)
+
+
+class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]  # its weight is read-only
+    """nn.Linear without a bias; PEFT puts a LoRA on it as on any other."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, device: torch.device):
+        PackedMatrix.__init__(self, codes, dtype, device)
+        self.out_features, self.in_features = codes.shape
+        self.register_parameter("bias", None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _Product.apply(input, self)
@@ -74,17 +81,13 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ ctx.module.weight, None
 
 
-class PackedEmbedding(PackedModule, nn.Embedding):
+class PackedEmbedding(PackedMatrix, nn.Embedding):  # type: ignore[override]  # its weight is read-only
     """nn.Embedding that dequantises the rows it looks up."""
 
     def __init__(self, codes: Codes, padding_idx: int | None, dtype: torch.dtype, device: torch.device):
-        PackedModule.__init__(self, {"weight": codes}, dtype, device)
+        PackedMatrix.__init__(self, codes, dtype, device)
         self.num_embeddings, self.embedding_dim = codes.shape
         self.padding_idx = padding_idx
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        return self.codes("weight").dense(self.dtype, self.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.codes("weight").pick(input.flatten()).dense(self.dtype, self.device).unflatten(0, input.shape)
@@ -111,14 +114,15 @@ class PackedExperts(PackedModule):
         def run(hidden_NH: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
             inner: Any = self.inner
             inner.num_experts = len(hit_U)
-            for name, count in self._parts.items():
-                stacks = [self.codes(f"{name}_{i}").pick(hit_U).dense(self.dtype, self.device) for i in range(count)]
-                setattr(inner, name, stacks[0] if count == 1 else torch.cat(stacks, dim=-2))
             try:
+                for name, count in self._parts.items():
+                    picked = (self.codes(f"{name}_{i}").pick(hit_U) for i in range(count))
+                    stacks = [codes.dense(self.dtype, self.device) for codes in picked]
+                    setattr(inner, name, stacks[0] if count == 1 else torch.cat(stacks, dim=-2))
                 return inner(hidden_NH, local_NK, weight_NK)
-            finally:
+            finally:  # dequantising too may run out of memory midway
                 for name in self._parts:
-                    delattr(inner, name)
+                    vars(inner).pop(name, None)
 
         if not torch.is_grad_enabled():
             return run(hidden_NH, weight_NK)

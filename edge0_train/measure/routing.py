@@ -23,9 +23,8 @@ def head_recall(path: StudentPath, batches: Sequence[Batch], own: bool) -> dict[
     at_BT: torch.Tensor
 
     def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
-        bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
         guess_NK = select(path.tier.router, heads(owner, features_BTF[at_BT]), path.tier.k)
-        true_NK = select(path.tier.router, router_BTE[at_BT], path.tier.k, bias_E)
+        true_NK = select(path.tier.router, router_BTE[at_BT], path.tier.k, path.expert_bias(owner + 1))
         hits[owner] += _shared(guess_NK, true_NK, path.tier.num_experts)
 
     for batch in batches:

@@ -124,10 +124,9 @@ def distill(
     tier, at_BT = path.tier, micro.predicted_BT
 
     def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
-        bias_E = getattr(path.router(owner + 1), "e_score_correction_bias", None)
         with torch.enable_grad():
             head_NE = heads(owner, features_BTF[at_BT])
-            backward(HEAD_LOSSES[loss](tier.router, head_NE, router_BTE[at_BT], tier.k, bias_E))
+            backward(HEAD_LOSSES[loss](tier.router, head_NE, router_BTE[at_BT], tier.k, path.expert_bias(owner + 1)))
 
     routing.pair = pair
     with torch.no_grad():

@@ -160,7 +160,7 @@ def weigh_predictability(
     """
     if not weight:
         return loss, said
-    divergence = routing_divergence(path.tier, routing)
+    divergence = routing_divergence(path, routing)
     parts = {"loss_alone": float(loss.detach()), "routing_kl": float(divergence.detach())}
     return loss + weight * divergence, said | parts
 

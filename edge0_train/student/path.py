@@ -97,8 +97,12 @@ class StudentPath:
         isolate_documents(model, lambda: self._documents)
 
     def router(self, layer: int) -> Any:
-        """Layer's router module: has `.weight` [E, H] and, for the sigmoid kind, `.e_score_correction_bias` [E]."""
+        """Layer's router module: has `.weight` [E, H]."""
         return self.model.model.layers[layer].mlp.gate
+
+    def expert_bias(self, layer: int) -> torch.Tensor | None:
+        """[E], what a sigmoid router adds to its scores when it chooses itself; None for a softmax router."""
+        return getattr(self.router(layer), "e_score_correction_bias", None)
 
     def timeline(
         self, decoded_BT: torch.Tensor, start_BT: torch.Tensor | None = None
@@ -173,9 +177,8 @@ class StudentPath:
             if routing is None:
                 return None
             logits_NE = output[0]
-            bias_E = getattr(gate, "e_score_correction_bias", None)
             recomputing = layer in routing.executed
-            own_NK = select(self.tier.router, logits_NE, routing.k, bias_E)
+            own_NK = select(self.tier.router, logits_NE, routing.k, self.expert_bias(layer))
             indices_NK = routing.executed[layer].flatten(0, 1) if recomputing else own_NK
             routed_by_NE = logits_NE.float()
             if routing.predicted_BT is not None and is_consumer:

@@ -52,7 +52,7 @@ class Failing:
         return 0
 
 
-@pytest.mark.parametrize("arm", ["prerouter", "on_demand", "same_token", "history"])
+@pytest.mark.parametrize("arm", ["prerouter", "on_demand", "same_token", "history", "lookahead"])
 @pytest.mark.parametrize("error", [errno.EIO, None])
 def test_a_disk_error_at_any_point_fails_that_request_only(
     tiny_dir: Path,
@@ -86,6 +86,71 @@ def test_a_file_truncated_while_serving_fails_the_request_and_not_the_engine(
         shard.write_bytes(content)
         assert ids(engine, prompts[2], tokens=4) == expected
     assert engine.stats()["dropped_experts"] == 0
+
+
+def complement(path: Path, start: int, stop: int) -> None:
+    """Turn every bit of these bytes, in place."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        content = file.read(stop - start)
+        file.seek(start)
+        file.write(bytes(byte ^ 0xFF for byte in content))
+
+
+def test_a_file_overwritten_while_serving_fails_requests_until_it_is_restored(
+    own_dir: Path, budget: Callable[..., float], prompts: list[list[int]]
+) -> None:
+    shard = own_dir / "model.safetensors"
+    content = shard.read_bytes()
+    with Engine.load(own_dir, memory_budget=budget(own_dir, 5)) as engine:
+        expected = ids(engine, prompts[2])
+        steps = engine.generate(prompts[2], max_tokens=6, ignore_eos=True)
+        assert [next(steps).token, next(steps).token] == expected[:2]
+        complement(shard, len(content) // 2, len(content))
+        with pytest.raises(Edge0Error, match=rf"{shard}: written to.* {len(content)} bytes, last written .*Restore it"):
+            next(steps)
+        for _ in range(2):
+            with pytest.raises(Edge0Error, match=rf"{shard}: written to.*another base now: restore it"):
+                ids(engine, prompts[2])
+        shard.write_bytes(content)
+        assert ids(engine, prompts[2]) == expected
+        assert engine.stats()["dropped_experts"] == 0
+
+
+def test_a_write_that_the_fingerprint_does_not_see_fails_one_request(
+    own_dir: Path, budget: Callable[..., float], prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then the file is served as a fresh engine would serve it, which knows no more either."""
+    with Engine.load(own_dir, memory_budget=budget(own_dir, 24)) as engine:
+        before = ids(engine, prompts[2], tokens=20)
+        for tensor in (tensor for layer in engine.model.store.tensors.values() for tensor in layer):
+            if tensor.part == "weight":  # 4,096 bytes an expert, as many as the fingerprint sees at either end
+                stop = tensor.start + (engine.model.store.num_experts - 1) * tensor.nbytes
+                complement(tensor.path, tensor.start + tensor.nbytes, stop)
+        with pytest.raises(Edge0Error, match="written to while it is served"):
+            ids(engine, prompts[2])
+        after = ids(engine, prompts[2], tokens=20)
+        assert "its experts are read again" in caplog.text
+        assert after == ids(engine, prompts[2], tokens=20) != before
+    with Engine.load(own_dir, memory_budget=budget(own_dir, 24)) as engine:
+        assert ids(engine, prompts[2], tokens=20) == after
+
+
+def test_a_write_harms_no_engine_that_holds_all_experts_until_it_has_to_read_them_again(
+    own_dir: Path, budget: Callable[..., float], prompts: list[list[int]]
+) -> None:
+    shard, gib = own_dir / "model.safetensors", budget(own_dir, 5)
+    size = shard.stat().st_size
+    with Engine.load(own_dir) as engine:
+        expected = ids(engine, prompts[2])
+        complement(shard, size - 1, size)
+        for says in ("written to while it is served", "another base now"):
+            assert ids(engine, prompts[2]) == expected
+            with pytest.raises(Edge0Error, match=says):
+                engine.set_memory_budget(gib)
+        complement(shard, size - 1, size)
+        engine.set_memory_budget(gib)
+        assert ids(engine, prompts[2]) == expected
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])

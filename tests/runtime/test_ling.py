@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +20,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.inspection import inspect
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.network import load_network
+from edge0_runtime.routing import route
 from edge0_runtime.settings import ARMS
 from edge0_train.base import quantize_checkpoint
 from tests.random_adapters import random_lora, write_adapters
@@ -84,7 +87,37 @@ def test_arms_with_the_layers_own_gates_compute_the_same(published: Path) -> Non
     assert len({tuple(tokens[arm]) for arm in ("prerouter", "same_token", "resident")}) == 3
 
 
-@pytest.mark.parametrize("arm", ["prerouter", "on_demand", "same_token", "history"])
+def test_same_token_chooses_and_weighs_as_the_next_layers_gate_does(published: Path) -> None:
+    """Against the gate itself on this layer's MoE input: score and expert bias, groups, scaling."""
+    calls: list[tuple[int, mx.array, tuple[mx.array, mx.array]]] = []
+
+    class Recorded:
+        def __init__(self, layer: int, gate: Any) -> None:
+            self.layer, self.gate = layer, gate
+
+        def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+            calls.append((self.layer, x, self.gate(x)))
+            return calls[-1][-1]
+
+    with Engine.load(published, arm="same_token") as engine:
+        blocks = {layer: engine.model._block(layer) for layer in (1, 2, 3)}
+        gates = {layer: block.gate.inner for layer, block in blocks.items()}
+        for layer, block in blocks.items():
+            block.gate = Recorded(layer, block.gate)
+        list(engine.generate(PROMPT, max_tokens=STEPS, ignore_eos=True))
+    decoded, by_bias = [call for call in calls if call[1].size == TIER.hidden_size], 0
+    decoded = decoded[-3 * (STEPS - 1) :]  # the prompt's last token goes alone, routed by the layers' own gates
+    for (_, below, _), (layer, _, routing) in itertools.pairwise(decoded):
+        if layer not in TIER.consumers:
+            continue
+        wanted = gates[layer](below)
+        assert all(mx.array_equal(got, one) for got, one in zip(routing, wanted, strict=True))
+        unbiased = route(TIER.router, below @ gates[layer].weight.T, TIER.k)[0]
+        by_bias += set(np.array(unbiased).flat) != set(np.array(wanted[0]).flat)
+    assert by_bias > 0
+
+
+@pytest.mark.parametrize("arm", ["prerouter", "on_demand", "same_token", "history", "lookahead"])
 def test_its_experts_stream_to_the_bit(published: Path, budget: Callable[..., float], arm: str) -> None:
     """Its gates choose themselves; budgets of a few slots compute what a model with all experts computes."""
     results = []

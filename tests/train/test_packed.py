@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from edge0_train.adapters import input_path
 from edge0_train.base.load import load_base
 from edge0_train.base.packed import PackedEmbedding, PackedExperts, PackedLinear, unpacked_numel
 from edge0_train.base.quantize_model import quantize_checkpoint
-from edge0_train.base.weights import RESIDENCIES, Residency
+from edge0_train.base.weights import RESIDENCIES, Codes, Residency
 from edge0_train.build import build_student, input_identity, sketch_student
 from edge0_train.data.rows import read_data
 from edge0_train.phases.student_sft import _plan, student_sft
@@ -91,6 +92,31 @@ def test_only_hit_experts_are_dequantised(base: Path) -> None:
     experts(hidden_NH, torch.tensor([[5, 2], [2, 5], [5, 7]]), torch.full((3, 2), 0.5))
     assert lent == [(3, 128, 64)]
     assert not hasattr(experts.inner, "gate_up_proj")
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_dequantisation_that_fails_midway_leaves_nothing_lent(
+    base: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Three a pass: down, then gate and up, which are lent as one parameter."""
+    model, _ = load_base(base, TIER, packed="device")
+    experts = next(module for module in model.modules() if isinstance(module, PackedExperts))
+    inputs = torch.randn(3, TIER.hidden_size), torch.tensor([[5, 2], [2, 5], [5, 7]]), torch.full((3, 2), 0.5)
+    expected, before, calls, dense = experts(*inputs), set(vars(experts.inner)), 0, Codes.dense
+
+    def exhausted(codes: Codes, *arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise torch.OutOfMemoryError("no room")
+        return dense(codes, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Codes, "dense", exhausted)
+        with pytest.raises(torch.OutOfMemoryError):
+            experts(*inputs)
+    assert set(vars(experts.inner)) == before
+    assert torch.equal(experts(*inputs), expected)
 
 
 def saved_bytes(module: torch.nn.Module, *inputs: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from edge0_train.build import build_student
 from edge0_train.cli import set_up_torch
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, collate
-from edge0_train.losses import chunked, cross_entropy, routing_divergence
+from edge0_train.losses import SCORE_FLOOR, chunked, cross_entropy, routing_divergence
 from edge0_train.phases.student_sft import completion_loss, joint_parameters, lora_parameters, sft_loss, student_sft
 from edge0_train.run import open_run
 from edge0_train.student import RoutingPass, StudentPath
@@ -37,12 +37,19 @@ SMALL = (
 
 
 def make_path(make_config: Make, *overrides: str, router: Router | None = None) -> tuple[Config, StudentPath]:
-    """A nano student whose heads and LoRA are random enough for every way of the gradient to carry something."""
+    """A nano student whose heads and LoRA are random enough for every way of the gradient to carry something.
+
+    A sigmoid `router` has an expert bias in every layer.
+    """
     config = make_config("student_sft", *overrides)
     path = build_student(config, prerouter=input_path(config, "prerouter"), new_lora=True).path
     if router:
         path.tier = dataclasses.replace(path.tier, router=router)
     random = torch.Generator().manual_seed(3)
+    if router:
+        for layer in range(path.tier.num_layers):
+            bias_E = 0.1 * torch.randn(path.tier.num_experts, generator=random)
+            path.router(layer).register_buffer("e_score_correction_bias", bias_E)
     assert path.heads
     with torch.no_grad():
         for name, parameter in lora_parameters(path).items():
@@ -64,7 +71,7 @@ def listening(path: StudentPath, batch: Batch) -> RoutingPass:
 
 
 def divergence(path: StudentPath, batch: Batch) -> torch.Tensor:
-    return routing_divergence(path.tier, listening(path, batch))
+    return routing_divergence(path, listening(path, batch))
 
 
 def gradients(parameters: dict[str, torch.nn.Parameter], value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -92,9 +99,10 @@ def plain_divergence(path: StudentPath, batch: Batch) -> float:
                 with torch.no_grad():
                     head = path.heads(layer - 1, routing.features[layer - 1][b, t]).double().tolist()
                 router = spoken[layer][b * width + t].tolist()
-                total += (
-                    _softmax_kl(router, head) if path.tier.router.kind == "softmax_topk" else _bits_kl(router, head)
-                )
+                if path.tier.router.kind == "softmax_topk":
+                    total += _softmax_kl(router, head)
+                else:
+                    total += _bits_kl(router, path.router(layer).e_score_correction_bias.tolist(), head)
     return total
 
 
@@ -103,9 +111,12 @@ def _softmax_kl(p: list[float], q: list[float]) -> float:
     return sum(math.exp(a) * (a - b) for a, b in zip(log_p, log_q, strict=True))
 
 
-def _bits_kl(p: list[float], q: list[float]) -> float:
+def _bits_kl(p: list[float], bias: list[float], q: list[float]) -> float:
+    """The gate chooses by score + bias, taken for a probability between SCORE_FLOOR and 1 - SCORE_FLOOR."""
+    scores, predicted = ([1 / (1 + math.exp(-x)) for x in logits] for logits in (p, q))
     total = 0.0
-    for a, b in zip((1 / (1 + math.exp(-x)) for x in p), (1 / (1 + math.exp(-x)) for x in q), strict=True):
+    for score, shift, b in zip(scores, bias, predicted, strict=True):
+        a = min(max(score + shift, SCORE_FLOOR), 1 - SCORE_FLOOR)
         total += a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
     return total
 
@@ -141,7 +152,7 @@ def test_the_gradient_reaches_lora_and_joint_heads_and_is_the_slope(make_config)
             for name, d in direction.items():
                 parameters[name] += size * d
             routing = listening(path, batch)
-            values.append(float(routing_divergence(path.tier, routing)))
+            values.append(float(routing_divergence(path, routing)))
             routed.append(torch.stack([*routing.executed.values()]).sort(-1).values)
     assert torch.equal(*routed)
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=2e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from edge0_train import cli
 from edge0_train.propose import inspect_command, propose
 from edge0_train.synthetic import synthetic_config
 from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
+from tests.tiny_ling import ling_config
 from tests.tiny_models import TEACHER
 from tests.train.real_configs import PARAMETERS, REAL
 
@@ -47,6 +49,23 @@ def test_a_public_tiers_own_config_gives_its_architecture_and_proportions(tmp_pa
     )
     assert "1,769,472 B; a token reads at most 0.264 GiB of 4 x 40 at K=4" in facts
     assert "32 heads 134,217,728 B, 310 LoRA pairs 42,332,160 B" in facts
+
+
+def test_the_public_ling_gets_the_8bs_rules(tmp_path):
+    wanted = builtin_tier("8b")
+    tier = propose(config_only(tmp_path / wanted.model, synthetic_config(wanted)), name="8b").tier
+    assert set(tier.lora.targets) == set(wanted.lora.targets)
+    assert dataclasses.replace(tier, lora=wanted.lora) == wanted and tier.lora.r == wanted.lora.r
+
+
+def test_a_small_ling_in_the_published_layout_gets_the_rules_of_nano_ling(tmp_path):
+    wanted = builtin_tier("nano-ling")
+    config = ling_config(**wanted.architecture, n_group=wanted.router.n_group, topk_group=wanted.router.topk_group)
+    tier = propose(config_only(tmp_path / wanted.model, config), name=wanted.name).tier
+    assert set(tier.lora.targets) == set(wanted.lora.targets)
+    assert (tier.owners, tier.consumers) == (wanted.owners[1:], wanted.consumers[1:]), "2 of 8 layers are as 7 of 24"
+    same = {name: getattr(wanted, name) for name in ("owners", "consumers", "lora")}
+    assert dataclasses.replace(tier, **same) == wanted
 
 
 @pytest.mark.parametrize("family", FLAT)
