@@ -83,7 +83,7 @@ def test_arms_with_the_layers_own_gates_compute_the_same(published: Path) -> Non
         with Engine.load(published, arm=arm) as engine:
             tokens[arm] = [step.token for step in engine.generate(PROMPT, max_tokens=10, ignore_eos=True)]
             assert engine.stats()["dropped_experts"] == 0
-    assert tokens["on_demand"] == tokens["history"] == tokens["resident"]
+    assert tokens["on_demand"] == tokens["history"] == tokens["lookahead"] == tokens["resident"]
     assert len({tuple(tokens[arm]) for arm in ("prerouter", "same_token", "resident")}) == 3
 
 
