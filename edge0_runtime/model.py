@@ -347,7 +347,7 @@ class ServedModel:
             assert self.prerouter is not None  # nothing else predicts a step ahead
             consumers, choices_OK = self.prerouter.consumers, np.array(self._choices).astype(np.int64)
             self.memory.stage(consumers, choices_OK[: len(consumers)])
-            self.memory.want(self.prerouter.guessed, choices_OK[len(consumers) :])
+            self.memory.guess(self.prerouter.guessed, choices_OK[len(consumers) :])
         elif self.serving.arm == "history" and self.log.executed:
             self.memory.want(self._moe_layers, self.executed())
 

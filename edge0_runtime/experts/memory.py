@@ -16,6 +16,9 @@ from edge0_runtime.experts.reader import Reader
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.routing import RoutingLog
 
+# A guess is read where such guesses were mostly right of late: a wrong one costs the disk what a right one saves in waiting.
+LEAST_ACCURACY = 0.5
+ACCURACY_RATE = 0.1
 COUNTERS = ("loads", "bytes_read", "hits", "misses", "late", "evictions", "blocked_seconds")
 
 
@@ -39,6 +42,8 @@ class ExpertMemory:
         self._log = log
         self._staged: dict[int, np.ndarray] = {}  # layer -> its experts in the coming step, known beforehand
         self._routed: dict[int, tuple[np.ndarray, mx.array]] = {}  # layer -> those, and what its block chose
+        self._guessed: dict[int, np.ndarray] = {}  # layer -> what it was guessed to choose in this step
+        self._accuracy = dict.fromkeys(self.layers, 1.0)  # share of guessed experts that were chosen, lately
         self._every_E = np.arange(store.num_experts)
         self._reader = Reader(store, threads, slots)
         self._pool = {layer: pool for pool in self._make_pools(slots, spare, float32) for layer in pool.layers}
@@ -80,6 +85,20 @@ class ExpertMemory:
             if not pool.full and (rows := [row for row, layer in enumerate(layers) if self._pool[layer] is pool]):
                 pool.want([layers[row] for row in rows], experts_LK[rows], soon=soon)
 
+    def guess(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+        """As `want`, for layers that will choose themselves; what they choose is told to `chosen`."""
+        for layer, experts_K in zip(layers, experts_LK, strict=True):
+            self._guessed[layer] = experts_K
+            if self._accuracy[layer] >= LEAST_ACCURACY:
+                self.want([layer], experts_K[None], soon=soon)
+
+    def chosen(self, layer: int, experts_N: np.ndarray) -> None:
+        """A layer has chosen its experts: how good was the guess, if there was one?"""
+        guessed_K = self._guessed.pop(layer, None)
+        if guessed_K is not None:
+            right = float(np.isin(guessed_K, experts_N).mean())
+            self._accuracy[layer] += ACCURACY_RATE * (right - self._accuracy[layer])
+
     def begin(self, *, whole_layers: bool) -> None:
         """A forward pass begins."""
         self.whole_layers = whole_layers
@@ -90,9 +109,11 @@ class ExpertMemory:
         """`layer` has its experts; while it computes, those of the next one are read: with whole layers all, else
         `expected_1K`."""
         index = self.layers.index(layer) + 1
-        experts_1N = self._every_E[None] if self.whole_layers else expected_1K
-        if experts_1N is not None and index < len(self.layers):
-            self.want(self.layers[index : index + 1], experts_1N, soon=True)
+        following = self.layers[index : index + 1]
+        if self.whole_layers and following:
+            self.want(following, self._every_E[None], soon=True)
+        elif expected_1K is not None:
+            self.guess(following, expected_1K, soon=True)
 
     def take_staged(self, layer: int, indices: mx.array) -> np.ndarray | None:
         """The layer's experts in this step if they were known before, [K]; `indices` is what its block chose, lazily."""
@@ -121,12 +142,14 @@ class ExpertMemory:
         """Forget what was asked for; nothing is read afterwards, and no graph may be pending."""
         self._staged.clear()
         self._routed.clear()
+        self._guessed.clear()
         self.whole_layers = False
         for pool in self.pools:
             pool.abandon()
 
     def forget(self) -> None:
-        """Hold no expert any more, where not all are held for good."""
+        """Hold no expert any more, where not all are held for good, and nothing learnt about guesses."""
+        self._accuracy = dict.fromkeys(self.layers, 1.0)
         for pool in self.pools:
             pool.forget()
 

@@ -84,6 +84,7 @@ class StreamingSwitchGLU(nn.Module):
             indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
             self._log.executed[self._layer] = indices_TK
             experts_N = np.unique(indices_TK)
+            self._memory.chosen(self._layer, experts_N)
         if len(experts_N) > self._pool.slots:
             return self._compute_in_groups(x, indices, experts_N)
         self._pool.acquire(self._layer, experts_N, lambda: mx.eval(x), foreseen=known_K is not None)

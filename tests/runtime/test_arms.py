@@ -12,6 +12,7 @@ import pytest
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
+from edge0_runtime.experts import memory
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.settings import ARMS
 
@@ -121,10 +122,10 @@ def test_a_layer_on_its_own_gate_has_read_what_the_next_ones_gate_chooses_from_i
     asked: list[tuple[int, list[int]]] = []
     want = ExpertMemory.want
 
-    def spy(memory: ExpertMemory, layers: list[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+    def spy(held: ExpertMemory, layers: list[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
         if soon:
             asked.append((*layers, sorted(experts_LK[0].tolist())))
-        want(memory, layers, experts_LK, soon=soon)
+        want(held, layers, experts_LK, soon=soon)
 
     monkeypatch.setattr(ExpertMemory, "want", spy)
     prompt = long_prompts[0][:1]  # one token: a pass by own gates in every arm
@@ -155,11 +156,12 @@ def test_a_head_that_routes_nothing_says_what_to_read(
     asked: list[tuple[tuple[int, ...], Any]] = []
     want = ExpertMemory.want
 
-    def spy(memory: ExpertMemory, layers: list[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+    def spy(held: ExpertMemory, layers: list[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
         asked.append((tuple(layers), np.sort(experts_LK)))
-        want(memory, layers, experts_LK, soon=soon)
+        want(held, layers, experts_LK, soon=soon)
 
     monkeypatch.setattr(ExpertMemory, "want", spy)
+    monkeypatch.setattr(memory, "LEAST_ACCURACY", 0.0)
     with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 20)) as engine:
         for step in engine.generate(prompts[2], max_tokens=4, ignore_eos=True, trace=True):
             asked.clear()

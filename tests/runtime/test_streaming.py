@@ -135,3 +135,27 @@ def test_the_checkpoints_experts_are_never_loaded_whole(tiny_dir: Path, budget: 
     # only slots, and the short convolution's [C, k, 1]
     assert all(len(shape) < 3 or shape[-1] == 1 or shape[0] == 1 for shape in shapes)
     assert held == 1
+
+
+def test_guesses_are_read_while_they_are_mostly_right(store: ExpertStore) -> None:
+    """A wrong guess costs a read: after some of them only judging goes on, until they are right again."""
+    memory = ExpertMemory(store, threads=2, slots=6, spare=2, float32=True, log=RoutingLog())
+    pool = memory.pool(1)
+
+    def is_read(guess: list[int], chosen: list[int]) -> bool:
+        pool.forget()
+        memory.guess([1], np.array([guess]))
+        asked = bool(pool.present(1, np.array(guess)).all())
+        memory.chosen(1, np.array(chosen))
+        return asked
+
+    assert all(is_read([0, 1], [1, 0]) for _ in range(20))
+    wrong = [is_read([0, 1], [2, 3]) for _ in range(20)]
+    assert wrong == sorted(wrong, reverse=True) and wrong[0] and not wrong[-1]
+    right = [is_read([0, 1], [0, 1]) for _ in range(20)]
+    assert right == sorted(right) and right[-1]
+    for _ in range(20):
+        is_read([0, 1], [2, 3])
+    memory.forget()
+    assert is_read([0, 1], [2, 3])  # what was learnt is forgotten too
+    memory.close()
