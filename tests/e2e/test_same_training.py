@@ -61,6 +61,7 @@ def test_two_ranks_equal_one(chain_to: ChainTo, tmp_path: Path, phase: str) -> N
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "edge0_train"]
     done = subprocess.run([*launch, f"phase={phase}", *where], timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(f"{phase}: done in") == 1, "two ranks that know nothing of each other"
     two = read_adapter(tmp_path / "run" / f"{kind}_edge0_nano.safetensors", kind).tensors
     one = read_adapter(chain / phase / f"{kind}_edge0_nano.safetensors", kind).tensors
     for key, value in one.items():
