@@ -93,7 +93,7 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
     if config.dry_run:
         PHASES[config.phase](config, Run(Path(config.run_dir), config))
         return None
-    state = PartialState()
+    state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
     run = open_run(config)

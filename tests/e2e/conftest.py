@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+ChainTo = Callable[[str], Path]
 
 SMALL = (
     "tier=nano",
@@ -20,6 +22,7 @@ SMALL = (
 )
 STEPS = {"head_distill": 60, "head_refine": 12, "student_sft": 12, "on_policy": 4}
 """Enough for heads to beat the trivial baselines, far too few for quality."""
+PHASES = ("quantize", "teacher_text", *STEPS, "evaluate", "export")
 
 
 @pytest.fixture(scope="session")
@@ -36,23 +39,36 @@ def train() -> Cli:
 
 
 @pytest.fixture(scope="session")
-def chain(tmp_path_factory: pytest.TempPathFactory, train: Cli) -> Path:
-    """Root of a finished chain of small phases."""
-    root = tmp_path_factory.mktemp("chain") / "nano"
-    train("phase=quantize", f"root={root}", *SMALL)
-    train("phase=teacher_text", f"root={root}", *SMALL)
-    for phase, steps in STEPS.items():
-        train(f"phase={phase}", f"root={root}", *phase_settings(phase, steps))
-    train("phase=evaluate", f"root={root}", *SMALL)
-    train("phase=export", f"root={root}", *SMALL)
-    return root
+def chain_to(tmp_path_factory: pytest.TempPathFactory, train: Cli) -> ChainTo:
+    """chain_to(phase) -> root of a chain of small phases, finished up to that one; all test processes build on the same."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "chain" / "nano"
+    root.mkdir(parents=True, exist_ok=True)
+
+    def finished(last: str) -> Path:
+        for phase in PHASES[: PHASES.index(last) + 1]:
+            with root.with_name(f"{phase}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not (root / phase / "done.json").exists():
+                    train(f"phase={phase}", f"root={root}", *phase_settings(phase))
+        return root
+
+    return finished
 
 
-def phase_settings(phase: str, steps: int) -> tuple[str, ...]:
-    """Small settings of one training phase."""
+@pytest.fixture(scope="session")
+def chain(chain_to: ChainTo) -> Path:
+    """Root of the finished chain."""
+    return chain_to(PHASES[-1])
+
+
+def phase_settings(phase: str) -> tuple[str, ...]:
+    """Small settings of a phase."""
+    if phase not in STEPS:
+        return SMALL
     more = (
         ("optim.rows=16", "optim.micro_rows=8", "on_policy.rounds=2")
         if phase == "on_policy"
         else ("optim.micro_rows=12",)
     )
-    return (*SMALL, f"optim.steps={steps}", "logger.checkpoint_every=2", "logger.every=2", *more)
+    return (*SMALL, f"optim.steps={STEPS[phase]}", "logger.checkpoint_every=2", "logger.every=2", *more)
