@@ -1,11 +1,12 @@
 """How well heads predict the next token's routing, beside the five trivial baselines that they must beat (docs/method.md 3).
 
 All of it at the held-out inputs that serving routes by prediction; the truth is a layer's own gate at the served K.
-    recall@B   share of the true K experts that are among the B predicted (B = K is what is served)
+    recall@B   share of the true K experts that are among the B predicted; B = K is what is served, by the router's rule with its
+               groups, larger ones are those of the highest score
     exact      share of (token, layer) pairs whose K predicted experts are the K true ones
     gate_mass  share of the true experts' mixing weight that the K predicted experts hold
 Baselines, all at recall@K: uniform (K / E), the layer's most frequent experts, the previous token's set, a vote over the
-last four tokens' sets (the newest wins ties), and the next layer's gate applied to h(N, t).
+last four tokens' sets (the newest wins ties), and what the next layer's gate, its bias included, would choose at h(N, t).
 """
 
 from __future__ import annotations
@@ -85,19 +86,20 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
         true_BTE = multi_hot(executed_BTK, tier.num_experts)
         before_BTE = torch.cat([torch.zeros_like(true_BTE[:, :1]), true_BTE[:, :-1]], dim=1)
         weight_EH, features_NF = path.router(owner + 1).weight.float(), features_BTF[at_BT]
-        head_NE = heads(owner, features_NF)
+        head_NE, next_gate_NE = heads(owner, features_NF), features_NF[:, : weight_EH.shape[1]] @ weight_EH.T
+        served_NK = select(tier.router, head_NE, tier.k)
         guesses = {
             "frequency": frequency[owner + 1].expand_as(true_BTE)[at_BT],
             "previous": before_BTE[at_BT],
             "last_four": _recent_votes(before_BTE)[at_BT],
-            "next_gate": features_NF[:, : weight_EH.shape[1]] @ weight_EH.T,
+            "next_gate": multi_hot(select(tier.router, next_gate_NE, tier.k, bias_E), tier.num_experts),
         }
         true_NK = executed_BTK[at_BT]
-        measured = _of_head(tier, head_NE, true_NK, router_BTE[at_BT]) | {
+        measured = _of_head(tier, head_NE, served_NK, true_NK, router_BTE[at_BT]) | {
             name: _recall(score_NE, true_NK, tier.k) for name, score_NE in guesses.items()
         }
         per_token[owner].append({name: value.cpu() for name, value in measured.items()})
-        sets[owner].append((head_NE.topk(tier.k).indices.cpu(), true_NK.cpu()))
+        sets[owner].append((served_NK.cpu(), true_NK.cpu()))
 
     for batch in batches:
         at_BT = path.timeline(batch.decoded_BT, batch.start_BT)[0]
@@ -151,13 +153,14 @@ def lru_misses(accesses: Iterable[Iterable[int]], size: int) -> int:
 
 
 def _of_head(
-    tier: Tier, head_NE: torch.Tensor, true_NK: torch.Tensor, logits_NE: torch.Tensor
+    tier: Tier, head_NE: torch.Tensor, served_NK: torch.Tensor, true_NK: torch.Tensor, logits_NE: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """A head's measures for every token, [N] each."""
-    budgets = sorted({tier.k, *(b for b in BUDGETS if tier.k < b <= tier.num_experts)})
-    measured = {f"recall@{budget}": _recall(head_NE, true_NK, budget) for budget in budgets}
-    found_NK = multi_hot(head_NE.topk(tier.k).indices, tier.num_experts).gather(-1, true_NK)
+    """A head's measures for every token, [N] each. served_NK: what the router's rule chooses by the head's logits."""
+    found_NK = multi_hot(served_NK, tier.num_experts).gather(-1, true_NK)
     weights_NK = weigh(tier.router, logits_NE, true_NK)
+    wider = [budget for budget in BUDGETS if tier.k < budget <= tier.num_experts]
+    measured = {f"recall@{tier.k}": found_NK.mean(-1)}
+    measured |= {f"recall@{budget}": _recall(head_NE, true_NK, budget) for budget in wider}
     measured["exact"] = found_NK.all(-1).float()
     measured["gate_mass"] = (found_NK * weights_NK).sum(-1) / weights_NK.sum(-1)
     return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Router
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student
 from edge0_train.data.rows import Batch, TextRow, collate
@@ -25,6 +27,17 @@ from tests.train.conftest import Make, task_rows
 
 def top(scores: torch.Tensor, k: int) -> set[int]:
     return set(sorted(range(len(scores)), key=lambda e: -float(scores[e]))[:k])
+
+
+def chosen(router: Router, logits: torch.Tensor, k: int) -> set[int]:
+    """What the router's rule chooses: the k best, of the groups with the best pairs if it has groups."""
+    if router.kind == "softmax_topk":
+        return top(logits, k)
+    size = len(logits) // router.n_group
+    scores = logits.sigmoid()
+    pairs = torch.stack([sum(sorted(scores[g * size : (g + 1) * size])[-2:]) for g in range(router.n_group)])
+    kept = top(pairs, router.topk_group)
+    return top(torch.tensor([float(s) if e // size in kept else -1.0 for e, s in enumerate(scores)]), k)
 
 
 def mean(values: list[float]) -> float:
@@ -88,21 +101,24 @@ def reference(path: StudentPath, heads: Any, batches: list[Batch]) -> tuple[dict
                     with torch.no_grad():
                         logits = heads(owner, feature)
                         gate = path.router(owner + 1).weight.float() @ feature[: tier.hidden_size]
-                    probabilities = routing.router_logits[owner + 1][b, t].softmax(-1)
+                    router_logits = routing.router_logits[owner + 1][b, t]
+                    softmax = tier.router.kind == "softmax_topk"
+                    probabilities = router_logits.softmax(-1) if softmax else router_logits.sigmoid()
                     weight = {e: float(probabilities[e]) for e in true}
                     votes = Counter({e: 0.0 for e in range(tier.num_experts)})
                     for age in range(4):
                         for expert in sets[t - 1 - age] if t - 1 - age >= 0 else ():
                             votes[expert] += 1 - 0.01 * age
-                    guess = top(logits, k)
+                    guess = chosen(tier.router, logits, k)
                     tokens[owner].append(
-                        {f"recall@{n}": len(top(logits, n) & true) / k for n in (4, 8, 16)}
+                        {f"recall@{n}": len(top(logits, n) & true) / k for n in (8, 16)}
                         | {
+                            "recall@4": len(guess & true) / k,
                             "exact": float(guess == true),
                             "gate_mass": sum(weight[e] for e in guess & true) / sum(weight.values()),
                             "uniform": k / tier.num_experts,
                             "previous": len(sets[t - 1] & true) / k,
-                            "next_gate": len(top(gate, k) & true) / k,
+                            "next_gate": len(chosen(tier.router, gate, k) & true) / k,
                             "frequent": counts[owner],
                             "votes": votes,
                             "true": true,
@@ -112,8 +128,10 @@ def reference(path: StudentPath, heads: Any, batches: list[Batch]) -> tuple[dict
     return tokens, groups
 
 
-def test_the_report_equals_plain_loops(made, batches):
+@pytest.mark.parametrize("router", [Router("softmax_topk"), Router("sigmoid_group", n_group=8, topk_group=2, scaling=2.5)])
+def test_the_report_equals_plain_loops(made, batches, router, monkeypatch):
     path, heads = made
+    monkeypatch.setattr(path, "tier", dataclasses.replace(path.tier, router=router))
     report = measure_recall(path, heads, batches)
     tokens, groups = reference(path, heads, batches)
     assert (report.k, report.tokens) == (4, len(groups)) and report.tokens > 50
