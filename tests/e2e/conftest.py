@@ -13,7 +13,6 @@ import pytest
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SMALL = (
-    "tier=nano",
     "logger.wandb=disabled",
     "sample.prompts=320",
     "sample.eval_prompts=32",
