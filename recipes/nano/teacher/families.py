@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, N = B * T, E experts, K chosen experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Family:
         balance: (tier, model, router logits [N, E] of every MoE layer, mask [B, T]) -> (what to add to the loss, how uneven
             the experts' use was; 1 is even). It may move the routers' biases: call it once after every training pass.
         files: (tier, model) -> what both transformers and mlx-lm load.
-        fields: of the config, beside what the tier says. forward: options of a training pass.
+        fields: of the config, beside what the tier says.
     """
 
     label: str
@@ -42,7 +42,6 @@ class Family:
     balance: Callable[[Tier, PreTrainedModel, Sequence[torch.Tensor], torch.Tensor], tuple[torch.Tensor, float]]
     files: Callable[[Tier, PreTrainedModel], Files]
     fields: Mapping[str, Any]
-    forward: Mapping[str, Any] = field(default_factory=dict)
 
 
 # -- Qwen3.5-MoE -------------------------------------------------------------------------------------------------------
@@ -171,8 +170,6 @@ LING = Family(
     balance=move_biases,
     files=ling_files,
     fields={"max_position_embeddings": 512, "rope_theta": 10_000.0, "num_mtp_layers": 0},
-    # Inside a chunk torch's KDA works with all pairs of tokens and every channel; the result does not depend on its size: 0.7 CPU s a step here, 2.5 with 64.
-    forward={"chunk_size": 8},
 )
 
 FAMILIES = {"qwen3_5_moe": QWEN, "bailing_moe_v3": LING}
