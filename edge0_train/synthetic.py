@@ -71,16 +71,21 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
 # -- the base ----------------------------------------------------------------------------------------------------------
 
 
-def synthetic_config(tier: Tier) -> dict[str, Any]:
-    """A config.json of the tier's architecture and router, with transformers' defaults elsewhere; not quantised yet."""
-    names, router = family_names(tier.family), tier.router
-    fields = dict(tier.architecture) | NANO_IDS
+def model_config(tier: Tier, **fields: Any) -> PreTrainedConfig:
+    """transformers' config of the tier's architecture and router, with `fields` and the library's defaults elsewhere."""
+    router, aliases = tier.router, tier.layout.aliases
+    made = dict(tier.architecture) | NANO_IDS | fields
     if router.kind == "sigmoid_group":
-        fields |= {"n_group": router.n_group, "topk_group": router.topk_group, "routed_scaling_factor": router.scaling}
-    aliases = tier.layout.aliases
-    made = AutoConfig.for_model(names.hf_model_type, **{aliases.get(name, name): fields[name] for name in fields})
+        made |= {"n_group": router.n_group, "topk_group": router.topk_group, "routed_scaling_factor": router.scaling}
+    named = {aliases.get(name, name): value for name, value in made.items()}
+    return AutoConfig.for_model(family_names(tier.family).hf_model_type, **named)
+
+
+def synthetic_config(tier: Tier, **fields: Any) -> dict[str, Any]:
+    """The config.json of `model_config`, which transformers and mlx-lm both read; not quantised yet."""
     anyones = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-    return names.mlx_config({name: value for name, value in made.to_dict().items() if name not in anyones})
+    made = model_config(tier, **fields).to_dict()
+    return family_names(tier.family).mlx_config({name: value for name, value in made.items() if name not in anyones})
 
 
 def write_base(

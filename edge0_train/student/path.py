@@ -20,6 +20,7 @@ from torch import nn
 
 from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
+from edge0_train.base.names import family_names
 from edge0_train.student.heads import PrerouterHeads
 from edge0_train.student.packing import Documents, isolate_documents
 from edge0_train.student.routing import multi_hot, select, weigh
@@ -160,6 +161,8 @@ class StudentPath:
             self._documents = Documents.of(routing.start_BT)
             # From positions that start again, transformers makes the block-diagonal mask of full attention.
             inputs["position_ids"] = self._documents.position_BT
+        if input_ids_BT.device.type == "cpu":
+            inputs |= family_names(self.tier.family).cpu_options
         return self.model.model(input_ids=input_ids_BT, **inputs)
 
     def _token_features(self, input_ids_BT: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 ChainTo = Callable[[str], Path]
 
 SMALL = (
-    "tier=nano",
     "logger.wandb=disabled",
     "sample.prompts=320",
     "sample.eval_prompts=32",

@@ -124,6 +124,9 @@ NAMES = FamilyNames(
         (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
     ),
     dropped=(),
+    # torch's KDA works with all pairs of a chunk's tokens, channel by channel: training nano-ling takes .7 s a step, not 2.5
+    # with the default of 64.
+    cpu_options={"chunk_size": 8},
     spare_layers=True,
     agreed={
         "norm_topk_prob": True,

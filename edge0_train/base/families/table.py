@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -124,6 +124,7 @@ class FamilyNames:
         agreed: {config field: value, or the function of config that gives it} at which both libraries compute the
             same; both use that value when it is absent.
         mlx_config: (HF config.json as a dict) -> config.json that mlx-lm and transformers both read.
+        cpu_options: of a transformers model's forward pass on a CPU, which change its time and not its result.
         spare_layers: layers of a checkpoint beyond the model's depth are multi-token prediction, to be dropped.
     """
 
@@ -134,6 +135,7 @@ class FamilyNames:
     dropped: tuple[str, ...]
     agreed: Mapping[str, Any]
     mlx_config: Callable[[Config], dict[str, Any]]
+    cpu_options: Mapping[str, Any] = field(default_factory=dict)
     spare_layers: bool = False
 
     def links_of_hf(self, name: str, config: Config) -> tuple[Link, ...]:
@@ -161,10 +163,10 @@ class FamilyNames:
 
     def disagreements(self, config: Config) -> Iterator[str]:
         """Config values at which transformers and mlx-lm compute different things, a sentence each."""
-        for field, value in self.agreed.items():
+        for name, value in self.agreed.items():
             agreed = value(config) if callable(value) else value
-            if config.get(field, agreed) != agreed:
-                yield f"{field}: {config[field]!r}; transformers and mlx-lm agree only at {agreed!r}"
+            if config.get(name, agreed) != agreed:
+                yield f"{name}: {config[name]!r}; transformers and mlx-lm agree only at {agreed!r}"
 
 
 def _general(name: str) -> tuple[str, int]:
