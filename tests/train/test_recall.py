@@ -128,7 +128,9 @@ def reference(path: StudentPath, heads: Any, batches: list[Batch]) -> tuple[dict
     return tokens, groups
 
 
-@pytest.mark.parametrize("router", [Router("softmax_topk"), Router("sigmoid_group", n_group=8, topk_group=2, scaling=2.5)])
+@pytest.mark.parametrize(
+    "router", [Router("softmax_topk"), Router("sigmoid_group", n_group=8, topk_group=2, scaling=2.5)]
+)
 def test_the_report_equals_plain_loops(made, batches, router, monkeypatch):
     path, heads = made
     monkeypatch.setattr(path, "tier", dataclasses.replace(path.tier, router=router))
