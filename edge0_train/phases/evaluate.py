@@ -48,6 +48,7 @@ def evaluate(config: Config, run: Run) -> dict[str, Any]:
     warm = warm_heads(bench.student.path)
     stages = [
         Stage(f"teacher, K={tier.base_k}", tier.base_k, teacher=True),
+        # One row if the tier keeps its base's K.
         *(Stage(f"int4, K={k}", k) for k in dict.fromkeys((tier.base_k, tier.k))),
         Stage("untrained heads", heads=warm),
     ]

@@ -30,15 +30,17 @@ def run(root: Path, phase: str, *settings: str) -> Any:
 def test_export_serves_exactly_as_trained(tmp_path: Path) -> None:
     assert run(tmp_path, "quantize", *SMALL)["int8_modules"] == 0
     run(tmp_path, "teacher_text", *SMALL)
-    done = {phase: run(tmp_path, phase, *phase_settings(phase, steps)) for phase, steps in STEPS.items()}
-    recall = done["head_distill"]["recall"]
+    for phase, steps in STEPS.items():
+        small = () if phase == "on_policy" else ("optim.rows=12", "logger.checkpoint_every=100")
+        run(tmp_path, phase, *phase_settings(phase, steps), *small)
+    recall = json.loads((tmp_path / "head_distill/done.json").read_text())["recall"]
     assert recall["heads"] > max(recall["before"], *(recall[name] for name in BASELINES))
-    run(tmp_path, "evaluate", *SMALL)
+    run(tmp_path, "evaluate", *SMALL, "sample.eval_prompts=16")
     run(tmp_path, "export", *SMALL, "export.trace_prompts=2", "export.trace_tokens=48")
 
     table = json.loads((tmp_path / "evaluate/done.json").read_text())["table"]
     rows = {row["stage"]: row for row in table}
-    assert len(rows) == len(table)  # the base is measured once where the tier's K is its own
+    assert len(rows) == len(table), "a stage is measured twice"
     assert rows["untrained heads"]["kl"] > rows["heads only"]["kl"] > rows["+ SFT"]["kl"]
     lora = read_adapter(tmp_path / "model/lora_edge0_nano-ling.safetensors", "lora")
     assert lora.tensors["model.layers.3.attention.kv_b_proj.lora_B"].any()
