@@ -31,6 +31,21 @@ def outputs(engine: Engine, prompts: list[list[int]], tokens: int = 10) -> Outpu
     ]
 
 
+def record_inputs(model: Any) -> dict[int, mx.array]:
+    """Layer -> input [1, T, H] of its MoE block in mlx-lm's `model`, filled when that is called."""
+    inputs: dict[int, mx.array] = {}
+
+    class Recorded(type(model.layers[0].mlp)):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> mx.array:
+            inputs[self.number] = x
+            return super().__call__(x)
+
+    for number, layer in enumerate(model.layers):
+        layer.mlp.__class__ = Recorded
+        layer.mlp.number = number
+    return inputs
+
+
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
     """The second is read by whole layers: 60 tokens x 2 experts for 8 experts."""
@@ -81,13 +96,8 @@ def test_same_token_routes_by_the_next_gate_on_this_layers_input(
     with Engine.load(tiny_dir, arm="same_token", lora=False) as engine:
         steps = list(engine.generate(prompt, max_tokens=2, ignore_eos=True, trace=True))
     model = plain_model(tiny_dir, 2)
-    inputs: dict[int, mx.array] = {}
+    inputs = record_inputs(model)
     gates = [layer.mlp.gate for layer in model.layers]
-
-    class Recorded(type(model.layers[0].mlp)):  # type: ignore[misc]
-        def __call__(self, x: mx.array) -> mx.array:
-            inputs[self.number] = x
-            return super().__call__(x)
 
     class FromBelow:
         def __init__(self, layer: int) -> None:
@@ -101,8 +111,6 @@ def test_same_token_routes_by_the_next_gate_on_this_layers_input(
             return mx.concatenate([own[:, :-1], below[:, -1:]], axis=1)  # only the decoded token
 
     for number, layer in enumerate(model.layers):
-        layer.mlp.__class__ = Recorded
-        layer.mlp.number = number
         layer.mlp.gate = FromBelow(number)
     logits = np.array(model(mx.array([[*prompt, steps[0].token]]))[0, -1])
     assert np.linalg.norm(steps[1].logits - logits) < 1e-4 * np.linalg.norm(logits)
@@ -136,20 +144,12 @@ def test_a_layer_on_its_own_gate_has_read_what_the_next_ones_gate_chooses_from_i
     prompt = long_prompts[0][:1]  # one token: a pass by own gates in every arm
     with Engine.load(directory, arm=arm, lora=False, memory_budget=budget(directory, 20, arm=arm)) as engine:
         list(engine.generate(prompt, max_tokens=1, trace=True))
-    model, inputs = plain_model(directory, 2), {}
-
-    class Recorded(type(model.layers[0].mlp)):  # type: ignore[misc]
-        def __call__(self, x: mx.array) -> mx.array:
-            inputs[self.number] = x[0, -1]
-            return super().__call__(x)
-
-    for number, layer in enumerate(model.layers):
-        layer.mlp.__class__ = Recorded
-        layer.mlp.number = number
+    model = plain_model(directory, 2)
+    inputs = record_inputs(model)
     mx.eval(model(mx.array([prompt])))
     expected = []
     for below, layer in enumerate(model.layers[1:]):
-        logits = np.array(layer.mlp.gate(inputs[below][None])[0])
+        logits = np.array(layer.mlp.gate(inputs[below])[0, -1])
         expected.append(([below + 1], [sorted(np.argsort(logits)[-2:].tolist())]))
     assert asked == ([] if arm == "on_demand" else expected)
 
