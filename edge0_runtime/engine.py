@@ -143,7 +143,7 @@ class Engine:
         """What was loaded, in one line for the user."""
         model, memory = self.model, self.model.memory
         experts = model.store.num_experts * len(model.store.tensors)
-        routed = 0 if model.prerouter is None else len(model.prerouter.consumers)
+        routed = 0 if model.prerouter is None else len(model.tier.consumers)
         return (
             f"tier {model.tier.name}: K {model.tier.k}, {routed} layers predicted,"
             f" LoRA on {model.lora_modules} modules; arm {model.serving.arm},"

@@ -49,25 +49,25 @@ class PreroutedGate(nn.Module):
         """When one token is routed by own gates, say what the next layer's would choose by its `own_choice`."""
         self._above = above
 
-    def own_choice(self, x_TD: mx.array) -> mx.array:
-        """[<=2, K], what the layer's own gate chooses at the last two of these inputs."""
-        return self._choice(self.inner(x_TD))
+    def own_choice(self, x: mx.array) -> mx.array:
+        """[<=2, K], what the layer's own gate chooses at the last two tokens of x [..., T, D]."""
+        return self._choice(self.inner(x))
 
     def __call__(self, x: mx.array) -> Any:
         layer, predictor = self._layer, self._predictor
-        x_TD = x.reshape(-1, x.shape[-1])
+        one_token = x.size == x.shape[-1]
         if predictor is not None:
-            predictor.observe_input(layer, x_TD)
+            predictor.observe_input(layer, x.reshape(-1, x.shape[-1]))
         if predictor is None or not predictor.predicts(layer):
             own = self.own(x)
             if predictor is not None and predictor.wants_own_choice(layer):
                 predictor.observe_own_choice(layer, self._choice(own))
-            if self._above and len(x_TD) == 1 and not (predictor and predictor.predicts(layer + 1)):
-                self._log.expected[layer + 1] = self._above(x_TD)
+            if self._above and one_token and not (predictor and predictor.predicts(layer + 1)):
+                self._log.expected[layer + 1] = self._above(x)
             return self._narrowed(own)
         if predictor.wants_own_choice(layer):
-            predictor.observe_own_choice(layer, self._choice(self.inner(x)))
-        if x.size != x.shape[-1]:
+            predictor.observe_own_choice(layer, self.own_choice(x))
+        if not one_token:
             raise RuntimeError(f"layer {layer}: a predicted step has one token, got {x.shape[:-1]}")
         return self._routing(predictor.prediction(layer), x)
 

@@ -216,7 +216,7 @@ class ServedModel:
             self.tier,
             self.store,
             budget_bytes=budget_bytes,
-            predicted_layers=0 if self.prerouter is None else len(self.prerouter.consumers),
+            predicted_layers=0 if self.prerouter is None else len(self.tier.consumers),
             float32=self._float32,
             **self._fixed,
         )
@@ -345,7 +345,7 @@ class ServedModel:
             return
         if self._choices is not None:
             assert self.prerouter is not None  # nothing else predicts a step ahead
-            consumers, choices_OK = self.prerouter.consumers, np.array(self._choices).astype(np.int64)
+            consumers, choices_OK = self.tier.consumers, np.array(self._choices).astype(np.int64)
             self.memory.stage(consumers, choices_OK[: len(consumers)])
             self.memory.guess(self.prerouter.guessed, choices_OK[len(consumers) :])
         elif self.serving.arm == "history" and self.log.executed:

@@ -44,18 +44,16 @@ class Prerouter:
     """All heads of a tier, stacked, and the state of the request that is running.
 
     Attributes:
-        consumers: predicted layers, in the order of the predictions.
         guessed: layers that keep their own gate and have a head all the same (35b: the last one). What it predicts comes
-            after the consumers' and routes nothing, but is a good guess what to read.
+            after the tier's consumers' and routes nothing, but is a good guess what to read.
         predicted_steps: decode steps routed by prediction since construction.
     """
 
     def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray], dtype: mx.Dtype) -> None:
         """`tensors` is the content of the prerouter file; the heads compute in `dtype`."""
         self.tier = tier
-        self.consumers = tier.consumers
         self.guessed = tuple(n + 1 for n in tier.owners if n + 1 not in tier.consumers)
-        self._owners = tuple(layer - 1 for layer in (*self.consumers, *self.guessed))
+        self._owners = tuple(layer - 1 for layer in (*tier.consumers, *self.guessed))
         self.predicted_steps = 0
         self._dtype = dtype
         self._fc1_OIW = self._stack(tensors, "fc1")
@@ -142,7 +140,7 @@ class Prerouter:
         """Predicted router logits [E] of `layer` for the running decode step."""
         if self._pending_OE is None:
             raise RuntimeError(f"layer {layer}: a predicted step without predictions; predict() was not called")
-        return self._pending_OE[self.consumers.index(layer)]
+        return self._pending_OE[self.tier.consumers.index(layer)]
 
     def wants_own_choice(self, layer: int) -> bool:
         """Whether the layer's own gate is a feature of its head in the running pass, whatever is executed."""

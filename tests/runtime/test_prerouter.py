@@ -174,7 +174,7 @@ def test_only_consumers_follow_the_heads(make_dir: Callable[..., Path], prompts:
     """Step 1 is the first predicted one; layers 0 and 3 keep their gates, whatever owner 2's head says."""
     with Engine.load(make_dir(), lora=False) as engine:
         prerouter = engine.model.prerouter
-        assert prerouter is not None and (prerouter.consumers, prerouter.guessed) == ((1, 2), (3,))
+        assert prerouter is not None and (prerouter.tier.consumers, prerouter.guessed) == ((1, 2), (3,))
         chosen = []
         # Traced, since without a trace a step may be built before the one before is handed out.
         for index, _ in enumerate(engine.generate(prompts[2], max_tokens=4, ignore_eos=True, trace=True)):
