@@ -1,7 +1,7 @@
 """One request at a time: prompt ids in, generated tokens out, from a model directory with its two adapters.
 
     with Engine.load("models/nano") as engine:
-        for step in engine.generate(prompt_ids, max_tokens=64):
+        for token in engine.generate(prompt_ids, max_tokens=64):
             ...
 
 A request's MLX work is all done in the thread that iterates; loading and generating may be different threads.
@@ -14,7 +14,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,27 +28,30 @@ from mlx_lm.utils import load_tokenizer
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import strict_json
 from edge0_runtime.experts.memory import COUNTERS
-from edge0_runtime.model import ServedModel, Serving, build
+from edge0_runtime.experts.reader import IO_THREADS
+from edge0_runtime.loading import load_model
+from edge0_runtime.model import Model
 from edge0_runtime.plan import prefill_chunk
 from edge0_runtime.sampling import logprobs, make_sampler
-from edge0_runtime.settings import ARMS, IO_THREADS, MAX_IO_THREADS, Arm
+from edge0_runtime.sequence import Sequence
+from edge0_runtime.step import Step
 
 FinishReason = Literal["stop", "length", "cancelled"]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
+class Token:
     """One generated token.
 
     Attributes:
         index: 0 for the first generated token.
-        token: its id. A cancelled request ends with a step of token -1: nothing was generated.
+        token: its id. A cancelled request ends with an id of -1: nothing was generated.
         logprob: of the token under the model's own distribution (temperature 1, nothing filtered), in nats.
-        finish_reason: set on the last step only; "stop" when the token is an end token (to be left out of the
+        finish_reason: set on the last one only; "stop" when the token is an end token (to be left out of the
             text).
         experts: with trace=True: [MoE layers, K], sorted: what the input that led to this token was routed
-            to. That input is the prompt's last token for index 0, else the token of the step before.
+            to. That input is the prompt's last token for index 0, else the token before.
         logits: with trace=True: float32 [vocabulary].
     """
 
@@ -60,7 +64,7 @@ class Step:
 
 
 class _Choice(NamedTuple):
-    """A step's outcome, maybe not evaluated yet."""
+    """What a step leads to, maybe not evaluated yet."""
 
     token: mx.array
     logprob: mx.array
@@ -73,13 +77,15 @@ class Engine:
 
     Attributes:
         model_dir: where it was loaded from. model: network and experts. tokenizer: mlx-lm's wrapper.
+        sequence: of the request that is running.
         eos_ids: end tokens. context_length: most tokens of prompt and answer together.
         prefill_chunk: prompt tokens per forward pass.
     """
 
-    def __init__(self, model_dir: Path, model: ServedModel, tokenizer: TokenizerWrapper) -> None:
+    def __init__(self, model_dir: Path, model: Model, tokenizer: TokenizerWrapper) -> None:
         self.model_dir = model_dir
         self.model = model
+        self.sequence: Sequence | None = None
         self.tokenizer = tokenizer
         self.eos_ids = _eos_ids(model_dir, tokenizer)
         self.context_length = model.context_length
@@ -94,7 +100,7 @@ class Engine:
         *,
         prerouter: bool = True,
         lora: bool = True,
-        arm: Arm | None = None,
+        arm: str | None = None,
         memory_budget: float | None = None,
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
@@ -105,8 +111,8 @@ class Engine:
         Args:
             model_dir: int4 base, tokenizer and adapter files.
             prerouter, lora: False serves without that file: own gates, no recovery.
-            arm: how experts are routed and read (`edge0_runtime.arms`); None: by the prerouter, or on demand
-                without it.
+            arm: how experts are routed and read, a name of `edge0_runtime.arms`; None: by the prerouter, or on
+                demand without it.
             memory_budget: GiB for all that MLX holds: resident weights, adapters, activations and experts. None
                 takes a quarter of the machine's memory, or what all experts need if that is less.
             io_threads: threads that read experts.
@@ -116,20 +122,14 @@ class Engine:
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
-        if arm is None:
-            arm = "prerouter" if prerouter else "on_demand"
-        if arm not in ARMS:
-            raise Edge0Error(f"arm: {arm!r} is unknown; choose one of {', '.join(ARMS)}")
-        if arm == "prerouter" and not prerouter:
-            raise Edge0Error("arm: prerouter needs the prerouter file; leave out one of --arm and --no-prerouter")
-        if not 1 <= io_threads <= MAX_IO_THREADS:
-            raise Edge0Error(f"io_threads: {io_threads} must be between 1 and {MAX_IO_THREADS}")
         directory = Path(model_dir)
-        model = build(
+        model = load_model(
             directory,
-            prerouter=arm == "prerouter",
+            arm=arm,
+            prerouter=prerouter,
             lora=lora,
-            serving=Serving(arm, _budget_bytes(memory_budget), io_threads),
+            budget_bytes=_budget_bytes(memory_budget),
+            io_threads=io_threads,
             allow_mismatch=allow_mismatch,
             tier_name=tier_name,
         )
@@ -143,10 +143,10 @@ class Engine:
         """What was loaded, in one line for the user."""
         model, memory = self.model, self.model.memory
         experts = model.store.num_experts * len(model.store.tensors)
-        routed = 0 if model.prerouter is None else len(model.tier.consumers)
+        routed = 0 if model.heads is None else len(model.tier.consumers)
         return (
             f"tier {model.tier.name}: K {model.tier.k}, {routed} layers predicted,"
-            f" LoRA on {model.lora_modules} modules; arm {model.serving.arm},"
+            f" LoRA on {model.lora_modules} modules; arm {model.arm_name},"
             f" {experts if memory is None else memory.slots} of {experts} experts held"
         )
 
@@ -156,7 +156,7 @@ class Engine:
         with self._between_requests("memory_budget"):
             self.model.resize(budget_bytes)
 
-    def set_arm(self, arm: Arm) -> None:
+    def set_arm(self, arm: str) -> None:
         """Serve the requests that follow in another way; resident is only there from the start."""
         with self._between_requests("arm"):
             self.model.set_arm(arm)
@@ -164,8 +164,7 @@ class Engine:
     def forget_experts(self) -> None:
         """Begin the next request without experts in memory, unless all of them are there for good."""
         with self._between_requests("experts"):
-            if self.model.memory is not None:
-                self.model.memory.forget()
+            self.model.forget_experts()
 
     @contextlib.contextmanager
     def _between_requests(self, what: str) -> Iterator[None]:
@@ -178,7 +177,7 @@ class Engine:
 
     def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Ids[int],
         *,
         max_tokens: int,
         temperature: float = 0.0,
@@ -189,7 +188,7 @@ class Engine:
         ignore_eos: bool = False,
         cancel: threading.Event | None = None,
         trace: bool = False,
-    ) -> Iterator[Step]:
+    ) -> Iterator[Token]:
         """Generate up to `max_tokens` tokens.
 
         Args:
@@ -202,7 +201,7 @@ class Engine:
                 one.
             ignore_eos: go on after an end token.
             cancel: checked before every prefill chunk and every token.
-            trace: fill `Step.experts` and `Step.logits`.
+            trace: fill `Token.experts` and `Token.logits`.
 
         Raises:
             Edge0Error: at once for a wrong argument; while iterating when the engine is busy, when experts
@@ -215,8 +214,8 @@ class Engine:
         stop_ids = frozenset() if ignore_eos else self.eos_ids
         return self._run(list(prompt_ids), max_tokens, sample, stop_ids, cancel or threading.Event(), trace)
 
-    def replay(self, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> Iterator[Step]:
-        """Process a known continuation: like a traced `generate`, but each step's token is the given one."""
+    def replay(self, prompt_ids: Ids[int], generated_ids: Ids[int]) -> Iterator[Token]:
+        """Process a known continuation: like a traced `generate`, but the tokens are the given ones."""
         self._check_request(prompt_ids, len(generated_ids))
         self._check_request([*prompt_ids, *generated_ids], 0)
         forced = iter(generated_ids)
@@ -227,7 +226,7 @@ class Engine:
         count = len(generated_ids)
         return self._run(list(prompt_ids), count, next_forced, frozenset(), threading.Event(), trace=True)
 
-    def _check_request(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+    def _check_request(self, prompt_ids: Ids[int], max_tokens: int) -> None:
         vocab_size, context = self.model.vocab_size, self.context_length
         if len(prompt_ids) == 0:
             raise Edge0Error("prompt: it has no tokens; give at least one")
@@ -250,48 +249,55 @@ class Engine:
         stop_ids: frozenset[int],
         cancel: threading.Event,
         trace: bool,
-    ) -> Iterator[Step]:
+    ) -> Iterator[Token]:
         if not self._busy.acquire(blocking=False):
             raise Edge0Error("engine: a request is running; finish or close it before the next")
         try:
-            self.model.start()
-            self.model.recover()
+            sequence = self.sequence = Sequence(self.model)
+            if not self.model.never_waits:
+                self.model.recover()
             self._requests += 1
-            logits = self._prefill(prompt_ids, cancel)
+            logits = self._prefill(sequence, prompt_ids, cancel)
             if logits is None:
-                yield Step(0, -1, 0.0, "cancelled")
+                yield Token(0, -1, 0.0, "cancelled")
                 return
             # Where no expert is waited for, a step is built while the one before computes. A trace looks at each.
             ahead = self.model.never_waits and not trace
-            choice = self._choose(logits, sample)
+            choice = _choose(sequence, logits, sample)
             for index in range(max_tokens):
                 if cancel.is_set():
-                    yield Step(index, -1, 0.0, "cancelled")
+                    yield Token(index, -1, 0.0, "cancelled")
                     return
                 following = None
                 if ahead and index + 1 < max_tokens:
                     mx.async_eval(*choice)
-                    following = self._choose(self.model.decode_ahead(choice.token), sample)
+                    following = _choose(sequence, sequence.run(), sample)
                     mx.async_eval(*following)
-                token, logprob = self._read(choice, ahead)
+                token, logprob = _read(sequence, choice, ahead)
                 self._generated_tokens += 1
                 finish = _finish(token in stop_ids, index + 1 == max_tokens)
-                experts = self.model.executed() if trace else None
+                experts = sequence.last.executed() if trace and sequence.last else None
                 logits_V = np.array(choice.logits_V.astype(mx.float32)) if trace else None
-                yield Step(index, token, logprob, finish, experts, logits_V)
+                yield Token(index, token, logprob, finish, experts, logits_V)
                 if finish is not None:
                     return
-                choice = following or self._choose(self.model.decode(token), sample)
+                choice = following or _choose(sequence, sequence.decode(token), sample)
         except (KeyboardInterrupt, SystemExit):  # may have struck anywhere, also midway in the slots' bookkeeping
-            if self.model.memory is not None:
-                self.model.memory.forget()
+            self.model.forget_experts()
             raise
         finally:
-            self.model.start()  # gives the request's memory back, also after an error
-            mx.clear_cache()
+            self._end()
             self._busy.release()
 
-    def _prefill(self, prompt_ids: list[int], cancel: threading.Event) -> mx.array | None:
+    def _end(self) -> None:
+        """Give the request's memory back, also after an error; nothing is read for it any more."""
+        self.sequence = None
+        self.model.running.step = Step()
+        if self.model.memory is not None:
+            self.model.memory.abandon()
+        mx.clear_cache()
+
+    def _prefill(self, sequence: Sequence, prompt_ids: list[int], cancel: threading.Event) -> mx.array | None:
         """Logits after the prompt, or None when cancelled.
 
         The last token goes alone, as in mlx-lm: then the large output projection is computed for it only.
@@ -300,27 +306,11 @@ class Engine:
         for start in range(0, len(before_last), self.prefill_chunk):
             if cancel.is_set():
                 return None
-            self.model.prefill(before_last[start : start + self.prefill_chunk], last=False)
+            sequence.prefill(before_last[start : start + self.prefill_chunk], last=False)
         if cancel.is_set():
             return None
         self._prompt_tokens += len(prompt_ids)
-        return self.model.prefill(last, last=True)
-
-    def _choose(self, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> _Choice:
-        """The next token, not evaluated yet, and the predictions that depend on it."""
-        token = sample(logits_V)
-        self.model.predict(token)
-        return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
-
-    def _read(self, choice: _Choice, ahead: bool) -> tuple[int, float]:
-        """Token and log-probability: a step's one evaluation, the predictions for the next included."""
-        if ahead:
-            mx.eval(*choice)
-        else:
-            self.model.flush(*choice)
-        if not choice.finite.item():
-            raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
-        return int(choice.token), float(choice.logprob)
+        return sequence.prefill(last, last=True)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading; `dropped_experts` is always 0."""
@@ -330,8 +320,8 @@ class Engine:
             "requests": self._requests,
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
-            "predicted_steps": 0 if model.predictor is None else model.predictor.predicted_steps,
-            "dropped_experts": model.log.dropped,
+            "predicted_steps": model.predicted_steps,
+            "dropped_experts": model.dropped,
             "expert_loads": counters["loads"],
             "expert_bytes": counters["bytes_read"],
             "expert_hits": counters["hits"],
@@ -353,6 +343,24 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _choose(sequence: Sequence, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> _Choice:
+    """The next token, not evaluated yet; and what is foreseen of its step."""
+    token = sample(logits_V)
+    sequence.foresee(token)
+    return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
+
+
+def _read(sequence: Sequence, choice: _Choice, ahead: bool) -> tuple[int, float]:
+    """Token and log-probability: a step's one evaluation, what is foreseen of the next one included."""
+    if ahead:
+        mx.eval(*choice)
+    else:
+        sequence.flush(*choice)
+    if not choice.finite.item():
+        raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
+    return int(choice.token), float(choice.logprob)
 
 
 def _budget_bytes(memory_budget: float | None) -> int | None:

@@ -1,116 +1,131 @@
-"""The gates of a served network: a layer's own, or a head's prediction in its place (docs/method.md 1.2, 1.3).
+"""The gates of a served network: they ask the arm what routes their layer (docs/method.md 1.2, 1.3).
 
 mlx-lm's blocks come in two kinds. In softmax-top-k families the gate is a linear layer and the block chooses by its
 logits; in sigmoid-group families the gate itself returns experts and weights. Either way one submodule is replaced, and
-what is predicted is what is routed. T tokens, D hidden size, E experts, K experts per token.
+what the arm says is what is routed. T tokens, D hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from edge0_runtime.contract.tier import Tier
-from edge0_runtime.prerouter import Predictor
-from edge0_runtime.routing import RoutingLog, route, scores, within_mass
+from edge0_runtime.routing import Routing, block_choice, route, scores, within_mass
+from edge0_runtime.step import Running, Step
+
+if TYPE_CHECKING:
+
+    class Router(Protocol):
+        """Says what routes a layer; an arm is one."""
+
+        def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
+            """See `arms.Arm.route`."""
 
 
-def prerouted(block: Any, layer: int, tier: Tier, log: RoutingLog) -> None:
-    """Wrap the gate of a MoE block, which takes the tier's K from now on.
+class Gate(nn.Module, ABC):
+    """Drop-in for a block's `mlp.gate`.
 
-    The gate is the layer's own, and logged, until the wrapper is told what to `follow`.
+    Attributes:
+        layer: whose. router: the arm.
     """
+
+    router: Router
+
+    def __init__(self, inner: nn.Module, layer: int, tier: Tier, running: Running) -> None:
+        super().__init__()
+        self.inner = inner
+        self.layer = layer
+        self._tier, self._running = tier, running
+
+    def __call__(self, x: mx.array) -> Any:
+        """What the block takes from its gate, for x [..., T, D]."""
+        step = self._running.step
+        routing = step.routings[self.layer] = self.router.route(step, self, x)
+        return self._for_block(routing, x)
+
+    @abstractmethod
+    def own(self, x: mx.array) -> Routing:
+        """The layer's own routing of x [..., T, D]."""
+
+    @abstractmethod
+    def choice(self, own: Routing) -> mx.array:
+        """[<=2, K], the experts of an own routing at the last two tokens."""
+
+    @abstractmethod
+    def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
+        """[T, K], the very experts that a block computing in `dtype` takes by an own routing."""
+
+    @abstractmethod
+    def _for_block(self, routing: Routing, x: mx.array) -> Any: ...
+
+
+class LogitGate(Gate):
+    """Of a softmax-top-k block: x [..., T, D] -> router logits [..., T, E]."""
+
+    def own(self, x: mx.array) -> Routing:
+        logits = self.inner(x)
+        if not _one_token(x):
+            return Routing(logits)
+        return Routing(logits, scores=lambda: scores(self._tier.router, logits.reshape(-1)))
+
+    def choice(self, own: Routing) -> mx.array:
+        assert own.logits_TE is not None
+        return route(self._tier.router, own.logits_TE.reshape(-1, own.logits_TE.shape[-1])[-2:], self._tier.k)[0]
+
+    def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
+        assert own.logits_TE is not None
+        return block_choice(self._tier.router, own.logits_TE, self._tier.k, dtype)
+
+    def _for_block(self, routing: Routing, x: mx.array) -> mx.array:
+        logits = routing.logits_TE
+        assert logits is not None
+        if logits.ndim != x.ndim:  # not this gate's own for this very input
+            logits = logits.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        return within_mass(self._tier.router, logits)
+
+
+class ChoiceGate(Gate):
+    """Of a sigmoid-group block: x [..., T, D] -> (experts [..., T, K], their weights)."""
+
+    def own(self, x: mx.array) -> Routing:
+        experts, weights = self.inner(x)
+        if not _one_token(x):
+            return Routing(experts_TK=experts, weights_TK=weights)
+
+        def chosen_by() -> mx.array:
+            logits_E = self.inner.weight.astype(mx.float32) @ x.reshape(-1).astype(mx.float32)
+            return scores(self._tier.router, logits_E, self.inner[self._tier.layout.expert_bias])
+
+        return Routing(experts_TK=experts, weights_TK=weights, scores=chosen_by)
+
+    def choice(self, own: Routing) -> mx.array:
+        assert own.experts_TK is not None
+        return own.experts_TK.reshape(-1, self._tier.k)[-2:]
+
+    def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
+        assert own.experts_TK is not None
+        return own.experts_TK
+
+    def _for_block(self, routing: Routing, x: mx.array) -> tuple[mx.array, mx.array]:
+        assert routing.experts_TK is not None and routing.weights_TK is not None
+        shape = x.shape[:-1]
+        return routing.experts_TK.reshape(*shape, -1), routing.weights_TK.reshape(*shape, -1)
+
+
+def wrap_gate(block: Any, layer: int, tier: Tier, running: Running) -> Gate:
+    """Replace the gate of a MoE block, which takes the tier's K from now on; returns the wrapper."""
     chooses = tier.layout.expert_bias is not None
     chooser = block.gate if chooses else block
     chooser.top_k = tier.k
     # docs/method.md 1.2; a config may lack the field. For a wider mass the gate narrows the softmax itself: `within_mass`.
     chooser.norm_topk_prob = tier.router.renormalise and not tier.router.mass_k
-    block.gate = (PreroutedChoice if chooses else PreroutedGate)(block.gate, layer, tier, log)
+    block.gate = (ChoiceGate if chooses else LogitGate)(block.gate, layer, tier, running)
+    return block.gate
 
 
-class PreroutedGate(nn.Module):
-    """Drop-in for a softmax-top-k block's `mlp.gate`: x [..., T, D] -> router logits [..., T, E]."""
-
-    def __init__(self, inner: nn.Module, layer: int, tier: Tier, log: RoutingLog) -> None:
-        super().__init__()
-        self.inner = inner
-        self._layer, self._tier, self._log = layer, tier, log
-        self._predictor: Predictor | None = None
-        self._above: Callable[[mx.array], mx.array] | None = None
-
-    def follow(self, predictor: Predictor | None) -> None:
-        """Be routed by this from now on; None is the layer's own gate."""
-        self._predictor = predictor
-
-    def look_ahead(self, above: Callable[[mx.array], mx.array] | None) -> None:
-        """When one token is routed by own gates, say what the next layer's would choose by its `own_choice`."""
-        self._above = above
-
-    def own_choice(self, x: mx.array) -> mx.array:
-        """[<=2, K], what the layer's own gate chooses at the last two tokens of x [..., T, D]."""
-        return self._choice(self.inner(x))
-
-    def __call__(self, x: mx.array) -> Any:
-        layer, predictor = self._layer, self._predictor
-        one_token = x.size == x.shape[-1]
-        if predictor is not None:
-            predictor.observe_input(layer, x.reshape(-1, x.shape[-1]))
-        if predictor is None or not predictor.predicts(layer):
-            own = self.own(x)
-            if predictor is not None and predictor.wants_own_choice(layer):
-                predictor.observe_own_choice(layer, self._choice(own))
-            if self._above and one_token and not (predictor and predictor.predicts(layer + 1)):
-                self._log.expected[layer + 1] = self._above(x)
-            return self._narrowed(own)
-        if predictor.wants_own_choice(layer):
-            predictor.observe_own_choice(layer, self.own_choice(x))
-        if not one_token:
-            raise RuntimeError(f"layer {layer}: a predicted step has one token, got {x.shape[:-1]}")
-        return self._routing(predictor.prediction(layer), x)
-
-    def own(self, x: mx.array) -> Any:
-        """What the layer's own gate says, logged."""
-        own = self.inner(x)
-        self._log.scores[self._layer] = self._own_scores(x, own)
-        return own
-
-    def _own_scores(self, x: mx.array, own: Any) -> mx.array:
-        """[E], what the own gate chooses by at the last token. Lazy: costs nothing unless someone looks."""
-        return scores(self._tier.router, own.reshape(-1, own.shape[-1])[-1])
-
-    def _choice(self, own: Any) -> mx.array:
-        """As `own_choice`, of what the gate gave."""
-        return route(self._tier.router, own.reshape(-1, own.shape[-1])[-2:], self._tier.k)[0]
-
-    def _narrowed(self, own: Any) -> Any:
-        """What the block gets of its own gate."""
-        return within_mass(self._tier.router, own)
-
-    def _routing(self, prediction: Any, x: mx.array) -> Any:
-        """What the block gets of a prediction: E router logits, or what this very gate said of another input."""
-        self._log.scores[self._layer] = scores(self._tier.router, prediction.reshape(-1))
-        return within_mass(self._tier.router, prediction.reshape(*x.shape[:-1], -1).astype(x.dtype))
-
-
-class PreroutedChoice(PreroutedGate):
-    """Drop-in for a sigmoid-group block's `mlp.gate`: x [..., T, D] -> (experts [..., T, K], their weights)."""
-
-    def _own_scores(self, x: mx.array, own: Any) -> mx.array:
-        x_D = x.reshape(-1, x.shape[-1])[-1].astype(mx.float32)
-        bias_E = self.inner[self._tier.layout.expert_bias]
-        return scores(self._tier.router, self.inner.weight.astype(mx.float32) @ x_D, bias_E)
-
-    def _narrowed(self, own: Any) -> Any:
-        return own
-
-    def _choice(self, own: Any) -> mx.array:
-        return own[0].reshape(-1, self._tier.k)[-2:]
-
-    def _routing(self, prediction: Any, x: mx.array) -> Any:
-        if not isinstance(prediction, tuple):  # a head's logits
-            self._log.scores[self._layer] = scores(self._tier.router, prediction)
-            prediction = route(self._tier.router, prediction, self._tier.k)
-        return tuple(part.reshape(*x.shape[:-1], -1) for part in prediction)
+def _one_token(x: mx.array) -> bool:
+    return x.size == x.shape[-1]

@@ -1,13 +1,14 @@
 """From router logits to experts and mixing weights (docs/method.md 1.2): the MLX twin of training's torch.
 
-mlx-lm's blocks and gates do this themselves for a layer's own routing; `route` serves where they can't: a prediction
-in a sigmoid-group family, a gate's own choice beside an executed prediction (`feature_topk: teacher`). `RoutingLog` keeps what
-was chosen. Shapes: T tokens, E experts, K experts per token.
+mlx-lm's blocks and gates do this themselves for a layer's own routing; `route` serves where they can't: a prediction in a
+sigmoid-group family, a gate's own choice beside an executed prediction (`feature_topk: teacher`). Shapes: T tokens, E experts,
+K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -15,29 +16,48 @@ import numpy as np
 from edge0_runtime.contract.tier import Router
 
 
-class RoutingLog:
-    """What the last forward pass routed to.
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What routes one layer (or, stacked, several) at T tokens; all arrays may be lazy.
+
+    A block takes one of two things from its gate: logits, by which it chooses and weighs itself (softmax_topk), or experts and
+    weights (sigmoid_group). What its kind takes is always there.
 
     Attributes:
-        executed: layer -> [T, K] expert indices, as the block chose them; lazy where nobody waited for them.
-        scores: layer -> [E] router scores of the pass's last token that the experts were chosen by, predicted or
-            the layer's own (then with its expert bias).
-        expected: layer -> [1, K] what the layer's own gate would choose from the input of the layer below, lazily; only a
-            hint what to read.
-        dropped: routings since construction whose expert wasn't there to compute; anything but 0 is a bug.
+        logits_TE: router logits, a head's or a gate's; None from a gate that gives experts and weights.
+        experts_TK, weights_TK: the experts and their weights; None where nobody but the block has resolved them yet.
+        scores: gives [E], what the last token's experts were chosen by, to look at afterwards (`choice_gap`); None in a pass
+            of several tokens.
     """
 
-    def __init__(self) -> None:
-        self.executed: dict[int, np.ndarray | mx.array] = {}
-        self.scores: dict[int, mx.array] = {}
-        self.expected: dict[int, mx.array] = {}
-        self.dropped = 0
+    logits_TE: mx.array | None = None
+    experts_TK: mx.array | None = None
+    weights_TK: mx.array | None = None
+    scores: Callable[[], mx.array] | None = None
 
-    def clear(self) -> None:
-        """Forget the last pass; the count stays."""
-        self.executed.clear()
-        self.scores.clear()
-        self.expected.clear()
+    def arrays(self) -> list[mx.array]:
+        """All that it consists of."""
+        return [array for array in (self.logits_TE, self.experts_TK, self.weights_TK) if array is not None]
+
+
+def predicted(router: Router, logits_TE: mx.array, k: int, dtype: mx.Dtype) -> Routing:
+    """The routing that a head's logits are: resolved once, with the very experts that a block computing in `dtype` will take."""
+    if router.kind == "softmax_topk":
+        return Routing(logits_TE, block_choice(router, logits_TE, k, dtype))
+    return Routing(logits_TE, *route(router, logits_TE, k))
+
+
+def row(router: Router, stacked: Routing, index: int) -> Routing:
+    """One layer's routing of a stack [layers, E]."""
+    assert stacked.logits_TE is not None
+    logits_E = stacked.logits_TE[index]
+
+    def chosen_by() -> mx.array:
+        return scores(router, logits_E)
+
+    if stacked.weights_TK is None or stacked.experts_TK is None:
+        return Routing(logits_E, scores=chosen_by)
+    return Routing(logits_E, stacked.experts_TK[index], stacked.weights_TK[index], chosen_by)
 
 
 def route(

@@ -1,20 +1,18 @@
-"""All slot pools of a model and what is known about the running step: who reads ahead for which layer.
+"""All slot pools of a model, and what is read ahead for them.
 
-Pools hold layers of equal expert shapes; most models have one. T tokens, K experts per token.
+Pools hold layers of equal expert shapes; most models have one. N experts of a layer, L layers, K experts per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.experts.pool import SlotPool
 from edge0_runtime.experts.reader import Reader
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.routing import RoutingLog
 
 # A guess is read where such guesses were mostly right of late: a wrong one costs the disk what a right one saves in waiting.
 LEAST_ACCURACY = 0.5
@@ -27,22 +25,14 @@ class ExpertMemory:
 
     Attributes:
         store: where they come from. layers: the MoE layers, in order. slots: how many experts fit.
-        whole_layers: the running pass uses nearly every expert of every layer (a long chunk of a prompt), so each
-            layer's are read while the one before computes.
+        pools: their slots.
     """
 
-    def __init__(
-        self, store: ExpertStore, threads: int, slots: int, spare: int, float32: bool, log: RoutingLog
-    ) -> None:
+    def __init__(self, store: ExpertStore, threads: int, slots: int, spare: int, float32: bool) -> None:
         """`slots` in all; `spare` and `float32` as for a `SlotPool`."""
         self.store = store
         self.layers = tuple(sorted(store.tensors))
         self.slots = slots
-        self.whole_layers = False
-        self._log = log
-        self._staged: dict[int, np.ndarray] = {}  # layer -> its experts in the coming step, known beforehand
-        self._routed: dict[int, tuple[np.ndarray, mx.array]] = {}  # layer -> those, and what its block chose
-        self._guessed: dict[int, np.ndarray] = {}  # layer -> what it was guessed to choose in this step
         self._accuracy = dict.fromkeys(self.layers, 1.0)  # share of guessed experts that were chosen, lately
         self._every_E = np.arange(store.num_experts)
         self._reader = Reader(store, threads, slots)
@@ -72,78 +62,48 @@ class ExpertMemory:
         """The pool that the layer's experts are in."""
         return self._pool[layer]
 
+    @property
+    def full(self) -> bool:
+        """Whether all experts are in memory for good, so that nobody ever waits for one."""
+        return all(pool.full for pool in self.pools)
+
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def stage(self, layers: Sequence[int], experts_LK: np.ndarray) -> None:
-        """These ARE the experts of the coming step in these layers: read them, and don't wait for their routers."""
-        self._staged.update(zip(layers, experts_LK, strict=True))
-        self.want(layers, experts_LK)
-
     def want(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
-        """These may be the experts of these layers: read them, and before what else is wanted if `soon`."""
+        """Read these experts of these layers, and before what else is wanted if `soon`; returns at once."""
         for pool in self.pools:
             if not pool.full and (rows := [row for row, layer in enumerate(layers) if self._pool[layer] is pool]):
                 pool.want([layers[row] for row in rows], experts_LK[rows], soon=soon)
 
+    def want_layer(self, layer: int, *, soon: bool = False) -> None:
+        """Read all experts of the layer."""
+        self.want([layer], self._every_E[None], soon=soon)
+
+    def after(self, layer: int) -> int | None:
+        """The next MoE layer, if there is one."""
+        index = self.layers.index(layer) + 1
+        return self.layers[index] if index < len(self.layers) else None
+
     def guess(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
-        """As `want`, for layers that will choose themselves; what they choose is told to `chosen`."""
+        """As `want`, for layers that will choose themselves; whoever sees what they choose tells `judge`."""
         for layer, experts_K in zip(layers, experts_LK, strict=True):
-            self._guessed[layer] = experts_K
             if self._accuracy[layer] >= LEAST_ACCURACY:
                 self.want([layer], experts_K[None], soon=soon)
 
-    def chosen(self, layer: int, experts_N: np.ndarray) -> None:
-        """A layer has chosen its experts: how good was the guess, if there was one?"""
-        guessed_K = self._guessed.pop(layer, None)
-        if guessed_K is not None:
-            right = float(np.isin(guessed_K, experts_N).mean())
-            self._accuracy[layer] += ACCURACY_RATE * (right - self._accuracy[layer])
+    def judge(self, layer: int, guessed_K: np.ndarray, chosen_N: np.ndarray) -> None:
+        """A layer has chosen its experts: how good was the guess?"""
+        right = float(np.isin(guessed_K, chosen_N).mean())
+        self._accuracy[layer] += ACCURACY_RATE * (right - self._accuracy[layer])
 
-    def begin(self, *, whole_layers: bool) -> None:
-        """A forward pass begins."""
-        self.whole_layers = whole_layers
-        if whole_layers:
-            self.want(self.layers[:1], self._every_E[None])
+    # -- between steps ---------------------------------------------------------------------------------------
 
-    def look_ahead(self, layer: int, expected_1K: np.ndarray | None) -> None:
-        """`layer` has its experts; while it computes, those of the next one are read: with whole layers all, else
-        `expected_1K`."""
-        index = self.layers.index(layer) + 1
-        following = self.layers[index : index + 1]
-        if self.whole_layers and following:
-            self.want(following, self._every_E[None], soon=True)
-        elif expected_1K is not None:
-            self.guess(following, expected_1K, soon=True)
-
-    def take_staged(self, layer: int, indices: mx.array) -> np.ndarray | None:
-        """The layer's experts in this step if they were known before, [K]; `indices` is what its block chose, lazily."""
-        known_K = self._staged.pop(layer, None)
-        if known_K is not None:
-            self._routed[layer] = (known_K, indices)
-        return known_K
-
-    # -- the end of a step -----------------------------------------------------------------------------------
-
-    def settled(self) -> None:
-        """Everything built so far is evaluated.
-
-        Raises RuntimeError if a block chose an expert that was not staged for it: the step's result is wrong then.
-        """
-        routed, self._routed = self._routed, {}
-        for layer, (known_K, indices) in routed.items():
-            dropped = int(np.isin(np.array(indices), known_K, invert=True).sum())
-            if dropped:
-                self._log.dropped += dropped
-                raise RuntimeError(f"layer {layer}: {dropped} routed experts were not staged")
+    def release(self) -> None:
+        """Everything built so far is evaluated: no graph computes from a slot any more."""
         for pool in self.pools:
             pool.release()
 
     def abandon(self) -> None:
         """Forget what was asked for; nothing is read afterwards, and no graph may be pending."""
-        self._staged.clear()
-        self._routed.clear()
-        self._guessed.clear()
-        self.whole_layers = False
         for pool in self.pools:
             pool.abandon()
 

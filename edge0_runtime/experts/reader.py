@@ -21,6 +21,8 @@ import numpy as np
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.experts.store import ExpertStore
 
+IO_THREADS, MAX_IO_THREADS = 4, 64  # the default, and the most that may be asked for
+
 
 @dataclass(eq=False)
 class Load:

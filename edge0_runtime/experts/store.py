@@ -8,6 +8,7 @@ of MLX.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from edge0_runtime.contract.tier import Tier
 Buffer = Any  # what `os.preadv` fills: writable bytes (a memoryview, a uint8 array)
 FLOATS = ("BF16", "F16", "F32")
 DTYPES = {"weight": ("U32",), "scales": FLOATS, "biases": FLOATS}  # of MLX's affine quantisation
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,15 @@ class ExpertStore:
         failed: reading failed, or `check` did, since `trust`.
     """
 
-    def __init__(self, tensors: Mapping[int, tuple[ExpertTensor, ...]], num_experts: int) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[int, tuple[ExpertTensor, ...]],
+        num_experts: int,
+        is_same_base: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`is_same_base`: whether the files are still the base that was opened, after one was written to."""
         self.tensors = dict(tensors)
+        self._is_same_base = is_same_base
         self.num_experts = num_experts
         self._files: dict[Path, int] = {}
         try:
@@ -85,8 +94,8 @@ class ExpertStore:
             raise Edge0Error(f"{error.filename}: can't be opened: {error.strerror}") from error
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint, tier: Tier) -> ExpertStore:
-        """The experts of all MoE layers.
+    def open(cls, checkpoint: Checkpoint, tier: Tier, fingerprint: str | None = None) -> ExpertStore:
+        """The experts of all MoE layers; `fingerprint` is the checkpoint's, if it is known already.
 
         Raises one Edge0Error listing every expert tensor that is missing, misshapen or of a wrong dtype.
         """
@@ -99,7 +108,8 @@ class ExpertStore:
             raise Edge0Error(
                 f"experts: {'; '.join(offenders)}; serving needs an int4 MLX checkpoint with stacked experts"
             )
-        return cls(tensors, tier.num_experts)
+        opened = fingerprint or checkpoint.fingerprint()
+        return cls(tensors, tier.num_experts, lambda: checkpoint.fingerprint() == opened)
 
     def expert_nbytes(self, layer: int) -> int:
         """Bytes of one expert of `layer`."""
@@ -174,6 +184,20 @@ class ExpertStore:
         if written := self.written():
             self.failed = True
             raise Edge0Error(f"{written}. Restore it if its weights are others, then try again")
+
+    def recover(self) -> bool:
+        """After a failure, go on with the files as they are now.
+
+        Returns whether one was written to: what was read of them is to be forgotten then. Raises Edge0Error if they aren't
+        the base's any more, as far as its fingerprint tells.
+        """
+        written = self.written()
+        if written and not self._is_same_base():
+            raise Edge0Error(f"{written}. It is another base now: restore it, or load the engine again")
+        if written:
+            log.warning("%s. Both ends of each tensor are the loaded base's: its experts are read again", written)
+        self.trust()
+        return written is not None
 
     def close(self) -> None:
         """Close the files; may be called again."""

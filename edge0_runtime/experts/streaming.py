@@ -15,6 +15,9 @@ Shapes: T tokens, K experts per token, R = T * K rows, H hidden, N distinct expe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -23,19 +26,50 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.experts.pool import SlotPool
-from edge0_runtime.routing import RoutingLog
+
+
+class Pass(Protocol):
+    """The running forward pass, as far as a layer's experts take part in it.
+
+    Attributes:
+        whole_layers: it uses nearly every expert of every layer (a long chunk of a prompt), so each layer's are read while
+            the one before computes.
+        staged: layer -> [K], its experts, known before its router has spoken.
+        guessed: layer -> [K], what the layer was guessed to choose itself.
+        expected: layer -> [1, K], the same guess while it isn't evaluated yet.
+        chosen: layer -> what the block of a staged layer chose, lazily.
+        ran: layer -> [T, K], the experts that the block computed; lazy where nobody waited for them.
+    """
+
+    whole_layers: bool
+    staged: dict[int, np.ndarray]
+    guessed: dict[int, np.ndarray]
+    expected: dict[int, mx.array]
+    chosen: dict[int, mx.array]
+    ran: dict[int, np.ndarray | mx.array]
+
+    def guess(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+        """Have experts read that these layers will probably choose."""
+
+
+class Running(Protocol):
+    """Which pass is running: mlx-lm's call of a block can't carry it, so all wrappers share this one reference."""
+
+    @property
+    def step(self) -> Pass:
+        """The running pass."""
 
 
 class ResidentSwitchGLU(nn.Module):
-    """mlx-lm's module with all its weights in memory, as it is; the routing is logged."""
+    """mlx-lm's module with all its weights in memory, as it is; what ran is noted."""
 
-    def __init__(self, inner: SwitchGLU, layer: int, log: RoutingLog) -> None:
+    def __init__(self, inner: SwitchGLU, layer: int, running: Running) -> None:
         super().__init__()
         self.inner = inner
-        self._layer, self._log = layer, log
+        self._layer, self._running = layer, running
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        self._log.executed[self._layer] = indices.reshape(-1, indices.shape[-1])
+        self._running.step.ran[self._layer] = indices.reshape(-1, indices.shape[-1])
         return self.inner(x, indices)
 
 
@@ -45,11 +79,10 @@ class StreamingSwitchGLU(nn.Module):
     _memory: ExpertMemory
     _pool: SlotPool
 
-    def __init__(self, inner: SwitchGLU, layer: int, log: RoutingLog) -> None:
+    def __init__(self, inner: SwitchGLU, layer: int, running: Running) -> None:
         super().__init__()
         self.inner = inner
-        self._layer = layer
-        self._log = log
+        self._layer, self._running = layer, running
         self.detach()
 
     def detach(self) -> None:
@@ -67,29 +100,47 @@ class StreamingSwitchGLU(nn.Module):
             self.inner[tensor.projection][tensor.part] = weight
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        known_K = self._memory.take_staged(self._layer, indices)
-        expected: mx.array | None = None  # of the next layer, as far as this one can tell
-        if known_K is not None:
-            self._log.executed[self._layer] = known_K[None]
+        step, layer = self._running.step, self._layer
+        staged_K = step.staged.get(layer)
+        if staged_K is not None:
+            step.chosen[layer] = indices
+            step.ran[layer] = staged_K[None]
         if self._pool.full:
-            if known_K is None:
-                self._log.executed[self._layer] = indices.reshape(-1, indices.shape[-1])
+            if staged_K is None:
+                step.ran[layer] = indices.reshape(-1, indices.shape[-1])
             return self.inner(x, indices)
-        if known_K is not None:
-            experts_N = known_K
-        else:
-            expected = self._log.expected.pop(self._layer + 1, None)
-            mx.eval(x, indices, expected)  # and with them all layers below
-            self._pool.release()
-            indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
-            self._log.executed[self._layer] = indices_TK
-            experts_N = np.unique(indices_TK)
-            self._memory.chosen(self._layer, experts_N)
+        expected: mx.array | None = None  # of the next layer, as far as this one can tell
+        experts_N = staged_K
+        if experts_N is None:
+            expected = step.expected.pop(layer + 1, None)
+            experts_N = self._routed(step, x, indices, expected)
         if len(experts_N) > self._pool.slots:
             return self._compute_in_groups(x, indices, experts_N)
-        self._pool.acquire(self._layer, experts_N, lambda: mx.eval(x), foreseen=known_K is not None)
-        self._memory.look_ahead(self._layer, None if expected is None else np.array(expected))
-        return self.inner(x, self._pool.locate(self._layer, indices))
+        self._pool.acquire(layer, experts_N, lambda: mx.eval(x), foreseen=staged_K is not None)
+        self._read_next(step, expected)
+        return self.inner(x, self._pool.locate(layer, indices))
+
+    def _routed(self, step: Pass, x: mx.array, indices: mx.array, expected: mx.array | None) -> np.ndarray:
+        """[N], the distinct experts that the layer's router has chosen; waits for it, and with it for all layers below."""
+        mx.eval(x, indices, expected)
+        self._pool.release()
+        indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
+        step.ran[self._layer] = indices_TK
+        experts_N = np.unique(indices_TK)
+        guessed_K = step.guessed.pop(self._layer, None)
+        if guessed_K is not None:
+            self._memory.judge(self._layer, guessed_K, experts_N)
+        return experts_N
+
+    def _read_next(self, step: Pass, expected_1K: mx.array | None) -> None:
+        """While this layer computes, experts of the next one are read: in whole layers all, else `expected_1K`."""
+        following = self._memory.after(self._layer)
+        if following is None:
+            return
+        if step.whole_layers:
+            self._memory.want_layer(following, soon=True)
+        elif expected_1K is not None:
+            step.guess([following], np.array(expected_1K), soon=True)
 
     def _compute_in_groups(self, x: mx.array, indices: mx.array, experts_N: np.ndarray) -> mx.array:
         """[1, T, K, H] with more experts than slots: half a pool computes while the other half is read."""

@@ -1,8 +1,9 @@
 """Arms against each other: one session, the same tokens, alternated there and back (A B C, C B A).
 
 Drift of the machine then falls on all arms alike, and a ratio is taken between neighbours in time. Every arm
-processes the same continuation, so that it needs the same number of experts; arms on their own gates must also agree
-on every greedy token. One engine serves them all, but for resident: that holds all experts and is a second one.
+processes the same continuation, so that it needs the same number of experts; exact arms must also agree on every greedy
+token. Each has processed it once before, unmeasured: what a first run pays falls on none, and an arm that learns from what
+it has seen (oracle) knows it then. One engine serves them all, but for resident: that holds all experts and is a second one.
 """
 
 from __future__ import annotations
@@ -11,19 +12,17 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from edge0_runtime.arms import arm_class
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.bench import PageCache, environment, run
-from edge0_runtime.settings import Arm
-
-EXACT = ("on_demand", "history", "lookahead", "resident")  # arms of one and the same model
 
 
 def compare(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     *,
-    arms: Sequence[Arm],
+    arms: Sequence[str],
     max_tokens: int,
     rounds: int,
     page_cache: PageCache,
@@ -35,8 +34,8 @@ def compare(
     Raises Edge0Error if arms that claim to be exact choose different tokens, or an expert is dropped.
     """
 
-    def serving(arm: Arm) -> Engine:
-        if arm == "resident" and resident is not None:
+    def serving(arm: str) -> Engine:
+        if resident is not None and not arm_class(arm).streams:
             return resident
         engine.set_arm(arm)
         return engine
@@ -46,6 +45,10 @@ def compare(
         [step.token for step in first.generate(prompt_ids, max_tokens=max_tokens, ignore_eos=True)]
         for prompt_ids in prompts
     ]
+    for arm in arms:
+        for prompt_ids, answer in zip(prompts, answers, strict=True):
+            for _ in serving(arm).replay(prompt_ids, answer):
+                pass
     greedy: dict[int, list[int]] = {}
     for number in range(rounds):
         for half, order in enumerate((arms, arms[::-1])):
@@ -56,8 +59,8 @@ def compare(
                     row = run(serves, prompt_ids, max_tokens=max_tokens, continuation=answer, page_cache=page_cache)
                     if row["dropped_experts"]:
                         raise Edge0Error(f"arm {arm}: {row['dropped_experts']} experts were dropped; this is a bug")
-                    if arm in EXACT and greedy.setdefault(index, row["greedy"]) != row["greedy"]:
-                        raise Edge0Error(f"arm {arm}: other greedy tokens than {EXACT}; this is a bug")
+                    if arm_class(arm).exact and greedy.setdefault(index, row["greedy"]) != row["greedy"]:
+                        raise Edge0Error(f"arm {arm}: other greedy tokens than another exact arm; this is a bug")
                     yield environment(serves) | {"round": number, "half": half, "prompt": index} | row
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from edge0_runtime.engine import Engine
-from edge0_runtime.measure.memory import (
+from edge0_runtime.host.memory import (
     drop_page_cache,
     page_cache_bytes,
     peak_rss_bytes,
@@ -115,9 +115,9 @@ def environment(engine: Engine) -> dict[str, Any]:
     return {
         "tier": model.tier.name,
         "k": model.tier.k,
-        "arm": model.serving.arm,
+        "arm": model.arm_name,
         "lora": model.lora_modules > 0,
-        "io_threads": model.serving.io_threads,
+        "io_threads": model.fixed.io_threads,
         "plan": None if model.plan is None else model.plan.to_dict(),
         "prefill_chunk": engine.prefill_chunk,
         "device": str(mx.default_device()),

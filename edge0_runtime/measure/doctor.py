@@ -13,9 +13,9 @@ import psutil
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.measure.disk import depth_sweep
-from edge0_runtime.measure.memory import memory_limit_bytes, page_cache_bytes
-from edge0_runtime.model import find_adapters
+from edge0_runtime.host.disk import depth_sweep
+from edge0_runtime.host.memory import memory_limit_bytes, page_cache_bytes
+from edge0_runtime.loading import find_adapters
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-lm", "numpy", "transformers")
 DEPTHS = (1, 2, 4, 8)

@@ -141,8 +141,12 @@ def verify(
 
 def _check_same(engine: Engine, trace: ReferenceTrace) -> None:
     model = engine.model
-    served = {"tier": model.tier.name, "base_fingerprint": model.fingerprint,
-              "prerouter_sha256": model.prerouter_sha256, "lora_sha256": model.lora_sha256}  # fmt: skip
+    served = {
+        "tier": model.tier.name,
+        "base_fingerprint": model.identity.fingerprint,
+        "prerouter_sha256": model.identity.prerouter_sha256,
+        "lora_sha256": model.identity.lora_sha256,
+    }
     differing = [
         f"{name}: trace {getattr(trace, name)}, served {value}"
         for name, value in served.items()
@@ -164,7 +168,7 @@ def _forced(engine: Engine, prompt: PromptTrace, free_ids: list[int]) -> PromptR
     argmax_T, error_T = [], []
     for step in engine.replay(prompt.prompt_ids_P.tolist(), generated_T):
         assert step.experts is not None and step.logits is not None  # replay traces
-        # The pass that led to this step is still the model's last one, so its router logits are at hand.
+        # The pass that led to this token is still the sequence's last one, so its router scores are at hand.
         differences += _routing_differences(engine, step.index, prompt.experts_TLK[step.index], step.experts)
         argmax_T.append(int(step.logits.argmax()))
         wanted_N = prompt.logits_values_TN[step.index]
@@ -186,16 +190,30 @@ def _routing_differences(
     engine: Engine, row: int, expected_LK: np.ndarray, actual_LK: np.ndarray
 ) -> list[RoutingDifference]:
     found = []
-    router, scores = engine.model.tier.router, engine.model.log.scores
+    assert engine.sequence is not None and engine.sequence.last is not None
+    router, scores = engine.model.tier.router, engine.sequence.last.scores()
     for index, layer in enumerate(sorted(scores)):
         expected, actual = set(expected_LK[index].tolist()), set(actual_LK[index].tolist())
         if expected == actual:
             continue
         only_expected, only_actual = sorted(expected - actual), sorted(actual - expected)
-        gap = max(choice_gap(router, np.array(scores[layer]), chosen) for chosen in (expected, actual))
+        gap = max(choice_gap(router, scores[layer], chosen) for chosen in (expected, actual))
         found.append(RoutingDifference(row, index, tuple(only_expected), tuple(only_actual), gap))
     return found
 
 
 def _first_difference(actual: list[int], expected: list[int]) -> int | None:
     return next((row for row, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1]), None)
+
+
+def report_text(report: VerifyReport) -> str:
+    """For people: a line for every prompt, then what fails."""
+    lines = [f"{'prompt':>6} {'rows':>5} {'judged':>6} {'ids':>5} {'routing':>7} {'logits rel L2':>13}"]
+    for index, prompt in enumerate(report.prompts):
+        equal = prompt.free_mismatch is None and prompt.forced_mismatch is None
+        lines.append(
+            f"{index:>6} {prompt.rows:>5} {prompt.judged_rows:>6} {'same' if equal else 'other':>5}"
+            f" {len(prompt.differences) or 'same':>7} {prompt.logits_error:>13.2e}"
+        )
+    lines.append(f"dropped experts {report.dropped}, requests isolated: {'yes' if report.isolated else 'no'}")
+    return "\n".join([*lines, *(f"  {problem}" for problem in report.problems()), "PASS" if report.ok else "FAIL"])

@@ -5,7 +5,6 @@ answer.py  one answer as JSON or as server-sent events
 schema.py  what a request may hold, and errors in OpenAI's shape
 guard.py   who may talk to the server: address, Host, Origin, API key, body size
 worker.py  the one thread that generates, and its bounded queue
-text.py, sampling.py  prompts, pieces of text, stop strings, sampling defaults; the command line uses them too
 
-Nothing is imported here, so that the command line gets the last two without FastAPI.
+Nothing is imported here. Text and sampling are the package's own (`text.py`, `sampling.py`): the command line uses them too.
 """

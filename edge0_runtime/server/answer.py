@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from edge0_runtime.server.sampling import Sampling
+from edge0_runtime.sampling import Sampling
 from edge0_runtime.server.schema import ApiError
 from edge0_runtime.server.worker import Event, Failed, Finished, Job, Piece, Worker
 

@@ -26,12 +26,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.sampling import Defaults
 from edge0_runtime.server.answer import Answer, submit
 from edge0_runtime.server.guard import LOOPBACK_NAMES, Guard, api_key_for, is_loopback
-from edge0_runtime.server.sampling import Defaults
 from edge0_runtime.server.schema import ApiError, ChatRequest, validation_error
-from edge0_runtime.server.text import chat_ids
 from edge0_runtime.server.worker import QueueFullError, Worker, WorkerDeadError
+from edge0_runtime.text import chat_ids
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from edge0_runtime.server.sampling import Defaults, Sampling
+from edge0_runtime.sampling import Defaults, Sampling
 
 MAX_MESSAGES = 2048
 MAX_STOP_LENGTH = 256

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from edge0_runtime.server.sampling import Sampling
-from edge0_runtime.server.text import TextStream, decoder
+from edge0_runtime.sampling import Sampling
+from edge0_runtime.text import TextStream, decoder
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine

@@ -24,7 +24,7 @@ from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.model import find_adapters
+from edge0_runtime.loading import find_adapters
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]

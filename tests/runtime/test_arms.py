@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from edge0_runtime.arms import ARMS
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts import memory
 from edge0_runtime.experts.memory import ExpertMemory
-from edge0_runtime.settings import ARMS
+from edge0_runtime.step import Step
 
 ALL = 32  # experts of the tiny model
 Outputs = list[list[tuple[int, bytes, bytes]]]
@@ -168,14 +169,14 @@ def test_a_head_that_routes_nothing_says_what_to_read(
             asked.clear()
             if step.index < 2:  # nothing is predicted for the first step
                 continue
-            guess = np.sort(np.argsort(np.array(engine.model.pending()[0]))[:, -2:])
-            engine.model.flush()
+            guess = np.sort(np.argsort(np.array(engine.sequence.coming.ahead.logits_TE))[:, -2:])
+            engine.sequence.flush()
             assert asked == [([1, 2], guess[:2].tolist()), ([3], guess[2:].tolist())]
 
 
 def test_without_prerouter_is_on_demand(tiny_dir: Path, long_prompts: list[list[int]]) -> None:
     with Engine.load(tiny_dir, prerouter=False) as engine, Engine.load(tiny_dir, arm="on_demand") as same:
-        assert engine.model.serving == same.model.serving
+        assert engine.model.arm_name == same.model.arm_name
         assert outputs(engine, long_prompts) == outputs(same, long_prompts)
 
 
@@ -256,11 +257,9 @@ def test_an_expert_that_was_not_staged_is_counted_and_refused(
 ) -> None:
     with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 20)) as engine:
         expected = outputs(engine, prompts[2:3])
-        memory = engine.model.memory
-        assert memory is not None
-        stage = memory.stage
+        stage = Step.stage
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "stage", lambda layers, experts: stage(layers, (experts + 1) % 8))
+            patch.setattr(Step, "stage", lambda step, layers, experts: stage(step, layers, (experts + 1) % 8))
             with pytest.raises(RuntimeError, match="routed experts were not staged"):
                 list(engine.generate(prompts[2], max_tokens=10, ignore_eos=True))
         assert engine.stats()["dropped_experts"] > 0
@@ -273,7 +272,7 @@ def test_close_to_a_dequantised_reference(
     """down(silu(gate(x)) * up(x)) in float64 on the dequantised weights, below 1 %."""
     plain = plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp
     with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 3)) as engine:
-        streamed = engine.model._network.layers[1].mlp.switch_mlp
+        streamed = engine.model.network.layers[1].mlp.switch_mlp
         x = mx.array(np.random.default_rng(3).standard_normal((1, 9, 64)).astype(np.float32))
         indices = mx.array(np.random.default_rng(4).integers(0, 8, size=(1, 9, 2)).astype(np.uint32))
         got_TKH = np.array(streamed(x, indices)[0], dtype=np.float64)

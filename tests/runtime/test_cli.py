@@ -313,7 +313,7 @@ def test_interrupting_ends_with_130(run, monkeypatch):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("edge0_runtime.cli.builtin_tier_names", interrupted)
+    monkeypatch.setattr("edge0_runtime.cli.tiers.builtin_tier_names", interrupted)
     assert run("tiers")[0] == 130
 
 

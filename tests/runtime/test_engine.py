@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.engine import Engine, Step
+from edge0_runtime.engine import Engine, Token
 from edge0_runtime.sampling import make_sampler
+from edge0_runtime.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def engine(tiny_dir: Path) -> Iterator[Engine]:
         yield loaded
 
 
-def ids(steps: Iterator[Step]) -> list[int]:
+def ids(steps: Iterator[Token]) -> list[int]:
     return [step.token for step in steps]
 
 
@@ -82,7 +83,9 @@ def test_end_tokens_come_from_all_files(tiny_dir: Path, tmp_path: Path) -> None:
         assert engine.eos_ids == {2, 9, 11}
 
 
-def test_cancel_in_decode_and_in_prefill(engine: Engine, prompts: list[list[int]]) -> None:
+def test_cancel_in_decode_and_in_prefill(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cancel = threading.Event()
     steps = engine.generate(prompts[2], max_tokens=9, ignore_eos=True, cancel=cancel)
     first = next(steps)
@@ -92,20 +95,18 @@ def test_cancel_in_decode_and_in_prefill(engine: Engine, prompts: list[list[int]
     assert (last.finish_reason, last.index, last.token) == ("cancelled", 1, -1)
 
     cancel = threading.Event()
-    prefill, chunks = engine.model.prefill, []
+    prefill, chunks = Sequence.prefill, []
 
-    def cancelling(token_ids: list[int], *, last: bool) -> mx.array | None:
+    def cancelling(sequence: Sequence, token_ids: list[int], *, last: bool) -> mx.array | None:
         chunks.append(len(token_ids))
         if len(chunks) == 2:
             cancel.set()
-        return prefill(token_ids, last=last)
+        return prefill(sequence, token_ids, last=last)
 
-    engine.model.prefill, engine.prefill_chunk = cancelling, 4  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "prefill", cancelling)
+        patch.setattr(engine, "prefill_chunk", 4)
         (only,) = engine.generate(prompts[3], max_tokens=9, cancel=cancel)
-    finally:
-        del engine.model.prefill  # type: ignore[method-assign]
-        engine.prefill_chunk = 512
     assert (only.finish_reason, only.index) == ("cancelled", 0)
     assert chunks == [4, 4]
 
@@ -185,7 +186,7 @@ def test_samples_follow_the_distribution(engine: Engine, prompts: list[list[int]
 
 def test_logits_that_are_not_finite_fail_the_request_only(engine: Engine, prompts: list[list[int]]) -> None:
     expected = ids(engine.generate(prompts[2], max_tokens=3, ignore_eos=True))
-    norm = engine.model._network.language_model.model.norm
+    norm = engine.model.network.language_model.model.norm
     good, norm.weight = norm.weight, mx.full(norm.weight.shape, float("nan"))
     mx.eval(norm.weight)
     with pytest.raises(Edge0Error, match="NaN"):
@@ -263,7 +264,6 @@ def test_the_plan_says_what_is_served(engine: Engine) -> None:
 
 def test_memory_is_given_back_after_every_request(engine: Engine, prompts: list[list[int]]) -> None:
     list(engine.generate(prompts[3], max_tokens=2, ignore_eos=True))  # all experts that the requests need are loaded
-    engine.model.start()
     before = mx.get_active_memory()
     for _ in range(5):
         list(engine.generate(prompts[3], max_tokens=2, ignore_eos=True))
@@ -275,6 +275,7 @@ def test_memory_is_given_back_after_every_request(engine: Engine, prompts: list[
 
 def test_a_request_begins_clean_whatever_the_model_did_before(engine: Engine, prompts: list[list[int]]) -> None:
     expected = ids(engine.generate(prompts[2], max_tokens=4, ignore_eos=True))
-    engine.model.prefill(prompts[3], last=True)
-    engine.model.decode(5)
+    sequence = Sequence(engine.model)
+    sequence.prefill(prompts[3], last=True)
+    sequence.decode(5)
     assert ids(engine.generate(prompts[2], max_tokens=4, ignore_eos=True)) == expected

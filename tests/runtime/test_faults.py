@@ -202,7 +202,7 @@ def test_no_thread_stays_behind(
     assert io_threads() == [] and threading.active_count() == before
     # a load that fails after the threads began
     with monkeypatch.context() as patch:
-        patch.setattr("edge0_runtime.model.evaluate", lambda _: 1 / 0)
+        patch.setattr("edge0_runtime.loading.evaluate", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Engine.load(tiny_dir)
     assert threading.active_count() == before

@@ -15,13 +15,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from edge0_runtime.arms import ARMS
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.inspection import inspect
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.network import load_network
 from edge0_runtime.routing import route
-from edge0_runtime.settings import ARMS
+from edge0_runtime.sequence import Sequence
 from edge0_train.base import quantize_checkpoint
 from tests.random_adapters import random_lora, write_adapters
 from tests.tiny_ling import publish, tiny_ling, tiny_ling_tier
@@ -50,17 +51,16 @@ def published(converted: Path) -> Path:
 
 def served(engine: Engine, chunks: list[list[int]]) -> tuple[list[int], np.ndarray]:
     """Greedy tokens and the experts [steps, MoE layers, K] of every step, the prompt given in chunks."""
-    model = engine.model
-    model.start()
+    sequence = Sequence(engine.model)
     for chunk in chunks[:-1]:
-        model.prefill(chunk, last=False)
-    logits = model.prefill(chunks[-1], last=True)
+        sequence.prefill(chunk, last=False)
+    logits = sequence.prefill(chunks[-1], last=True)
     tokens, experts = [], []
     for _ in range(STEPS):
-        assert logits is not None
+        assert logits is not None and sequence.last is not None
         tokens.append(int(logits.argmax()))
-        experts.append(model.executed())
-        logits = model.decode(tokens[-1])
+        experts.append(sequence.last.executed())
+        logits = sequence.decode(tokens[-1])
     return tokens, np.stack(experts)
 
 
@@ -68,7 +68,7 @@ def test_how_the_prompt_is_cut_changes_nothing(published: Path) -> None:
     """A last chunk of one token too: latent attention takes the other side of its absorbed projection there."""
     with Engine.load(published) as engine:
         expected = served(engine, [PROMPT])
-        assert engine.model.prerouter is not None and engine.model.prerouter.predicted_steps == STEPS
+        assert engine.model.predicted_steps == STEPS
         for size in (1, 4, 5):
             chunks = [PROMPT[start : start + size] for start in range(0, len(PROMPT), size)]
             tokens, experts = served(engine, chunks)
@@ -100,7 +100,7 @@ def test_same_token_chooses_and_weighs_as_the_next_layers_gate_does(published: P
             return calls[-1][-1]
 
     with Engine.load(published, arm="same_token") as engine:
-        blocks = {layer: engine.model._block(layer) for layer in (1, 2, 3)}
+        blocks = {layer: engine.model.network.layers[layer].mlp for layer in (1, 2, 3)}
         gates = {layer: block.gate.inner for layer, block in blocks.items()}
         for layer, block in blocks.items():
             block.gate = Recorded(layer, block.gate)

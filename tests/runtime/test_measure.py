@@ -17,14 +17,12 @@ import pytest
 
 from benchmarks import plot_arms, slow_disk
 from edge0_runtime import cli
+from edge0_runtime.arms import ARMS
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.measure.ab import compare, ratios, table
-from edge0_runtime.measure.bench import run
-from edge0_runtime.measure.disk import disk_speed
-from edge0_runtime.measure.doctor import doctor, doctor_text
-from edge0_runtime.measure.memory import (
+from edge0_runtime.host.disk import disk_speed
+from edge0_runtime.host.memory import (
     drop_page_cache,
     memory_limit_bytes,
     page_cache_bytes,
@@ -33,9 +31,11 @@ from edge0_runtime.measure.memory import (
     reset_peak_rss,
     rss_bytes,
 )
-from edge0_runtime.model import find_adapters
+from edge0_runtime.loading import find_adapters
+from edge0_runtime.measure.ab import compare, ratios, table
+from edge0_runtime.measure.bench import run
+from edge0_runtime.measure.doctor import doctor, doctor_text
 from edge0_runtime.plan import MAX_GATHERED_ROWS, make_plan, prefill_chunk
-from edge0_runtime.settings import ARMS
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")
 
@@ -71,7 +71,6 @@ def test_the_plan_is_kept(tiny_dir: Path, budget: Callable[..., float]) -> None:
     with Engine.load(tiny_dir, memory_budget=gib) as engine:
         plan = engine.model.plan
         assert plan is not None and plan.budget_bytes == int(gib * 2**30)
-        engine.model.start()
         held = mx.get_active_memory() - before
         promised = plan.resident_bytes + plan.adapter_bytes + plan.slots * plan.slot_nbytes
         assert abs(held - promised) < 60_000  # rounding to pages, small tables, rotary frequencies
@@ -88,7 +87,7 @@ def test_no_pass_gathers_more_rows_than_mlx_computes_right(tiny_dir: Path) -> No
 def test_packed_weights_stay_packed_unless_all_experts_fit(tiny_dir: Path, budget: Callable[..., float]) -> None:
     for slots, kind in ((9, mx.bfloat16), (32, mx.float32)):
         with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, slots)) as engine:
-            modules = dict(engine.model._network.named_modules())
+            modules = dict(engine.model.network.named_modules())
             embedding = modules["language_model.model.embed_tokens"]
             assert embedding.weight.dtype == mx.uint32 and embedding.scales.dtype == mx.float32
             projection = modules["language_model.model.layers.0.mlp.shared_expert.up_proj"].linear  # below the LoRA
@@ -204,7 +203,7 @@ def test_an_arm_that_is_exact_must_choose_the_same_tokens(
             engine, prompts[1:2], arms=("on_demand", "history"), max_tokens=4, rounds=1, page_cache="keep"
         )
         next(comparing)
-        norm = engine.model._network.language_model.model.norm
+        norm = engine.model.network.language_model.model.norm
         norm.weight = -norm.weight
         mx.eval(norm.weight)
         with pytest.raises(Edge0Error, match="other greedy tokens"):

@@ -17,12 +17,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from edge0_runtime.arms.prerouter import Prerouter
 from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_runtime.engine import Engine
 from edge0_runtime.inspection import inspect, inspection_text
-from edge0_runtime.prerouter import Prerouter
+from edge0_runtime.sequence import Sequence
 
 NEW_TOKENS = 7
 RULES = [(first, kind) for first in ("gate", "predicted") for kind in ("executed", "teacher")]
@@ -106,18 +107,17 @@ def reference(
 
 def served(engine: Engine, chunks: list[list[int]]) -> tuple[list[int], list[np.ndarray], list[np.ndarray]]:
     """The same from the runtime, its prompt given in `chunks`."""
-    model = engine.model
-    model.start()
+    sequence = Sequence(engine.model)
     for chunk in chunks[:-1]:
-        assert model.prefill(chunk, last=False) is None
-    logits = model.prefill(chunks[-1], last=True)
+        assert sequence.prefill(chunk, last=False) is None
+    logits = sequence.prefill(chunks[-1], last=True)
     tokens, experts, rows = [], [], []
     for _ in range(NEW_TOKENS):
-        assert logits is not None
+        assert logits is not None and sequence.last is not None
         rows.append(np.array(logits))
         tokens.append(int(rows[-1].argmax()))
-        experts.append(model.executed())
-        logits = model.decode(tokens[-1])
+        experts.append(sequence.last.executed())
+        logits = sequence.decode(tokens[-1])
     return tokens, experts, rows
 
 
@@ -173,15 +173,18 @@ def test_the_rules_differ_where_they_should(
 def test_only_consumers_follow_the_heads(make_dir: Callable[..., Path], prompts: list[list[int]]) -> None:
     """Step 1 is the first predicted one; layers 0 and 3 keep their gates, whatever owner 2's head says."""
     with Engine.load(make_dir(), lora=False) as engine:
-        prerouter = engine.model.prerouter
-        assert prerouter is not None and (prerouter.tier.consumers, prerouter.guessed) == ((1, 2), (3,))
+        arm = engine.model.arm
+        assert isinstance(arm, Prerouter) and (engine.model.tier.consumers, arm.guessed) == ((1, 2), (3,))
         chosen = []
         # Traced, since without a trace a step may be built before the one before is handed out.
         for index, _ in enumerate(engine.generate(prompts[2], max_tokens=4, ignore_eos=True, trace=True)):
-            chosen.append([prerouter.predicts(layer) for layer in range(4)])
+            sequence = engine.sequence
+            assert sequence is not None and sequence.last is not None and sequence.coming is not None
+            chosen.append([layer in sequence.last.foreseen for layer in range(4)])
             if index >= 2:
-                pending = np.array(engine.model.pending()[0])
-                assert pending.shape == (3, 8) and np.isfinite(pending).all()
+                assert sequence.coming.ahead is not None
+                logits = np.array(sequence.coming.ahead.logits_TE)
+                assert logits.shape == (3, 8) and np.isfinite(logits).all()
     assert chosen == [[False] * 4, [False] * 4, *[[False, True, True, False]] * 2]
 
 
@@ -200,32 +203,38 @@ def test_heads_run_before_the_step_and_for_its_own_token(
 ) -> None:
     """Predictions may be asked for early, several times, and for a token that is not decoded in the end."""
     with Engine.load(make_dir(token_aware=token_aware), lora=False) as engine:
-        model = engine.model
         expected = served(engine, [prompts[2]])
-        model.start()
-        logits = model.prefill(prompts[2], last=True)
+        sequence = Sequence(engine.model)
+        logits = sequence.prefill(prompts[2], last=True)
         for step, token in enumerate(expected[0][:4]):
             guesses = []
             for guess in (token, (token + 1) % 384, token):
-                model.predict(mx.array(guess))
-                guesses += [np.array(prediction) for prediction in model.pending()]
+                ahead = sequence.foresee(mx.array(guess)).ahead
+                guesses += [] if ahead is None else [np.array(ahead.logits_TE)]
             assert len(guesses) == (3 if step > 0 else 0)  # under "gate" the first decode step isn't predicted
             if guesses:
                 assert np.array_equal(guesses[0], guesses[2])
                 assert np.array_equal(guesses[0], guesses[1]) == (not token_aware)
-            model.predict(mx.array((token + 1) % 384))
-            logits = model.decode(token)
+            sequence.foresee(mx.array((token + 1) % 384))
+            logits = sequence.decode(token)
             assert np.array_equal(np.array(logits), expected[2][step + 1])
-            assert np.array_equal(model.executed(), expected[1][step + 1])
+            assert sequence.last is not None
+            assert np.array_equal(sequence.last.executed(), expected[1][step + 1])
 
 
-def test_a_predicted_step_without_predictions_is_a_bug_and_not_a_guess(make_dir: Callable[..., Path]) -> None:
-    directory = make_dir()
-    adapter = read_adapter(directory / "prerouter_edge0_tiny.safetensors", "prerouter")
-    prerouter = Prerouter(adapter.tier, adapter.tensors, mx.float32)
-    prerouter.begin_decode(1)
-    with pytest.raises(RuntimeError, match="without predictions"):
-        prerouter.prediction(1)
+def test_a_step_that_nobody_foresaw_is_a_bug_and_not_a_guess(
+    make_dir: Callable[..., Path], prompts: list[list[int]]
+) -> None:
+    with Engine.load(make_dir(), lora=False) as engine:
+        sequence = Sequence(engine.model)
+        with pytest.raises(RuntimeError, match="prefill"):
+            sequence.foresee(mx.array(5))
+        sequence.prefill(prompts[2], last=True)
+        with pytest.raises(RuntimeError, match="nobody foresaw"):
+            sequence.run()
+        sequence.decode(5)
+        with pytest.raises(RuntimeError, match="nobody foresaw"):
+            sequence.run()
 
 
 def test_reset_forgets_the_last_request(make_dir: Callable[..., Path], prompts: list[list[int]]) -> None:

@@ -16,8 +16,8 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
-from edge0_runtime.model import find_adapters
-from edge0_runtime.routing import RoutingLog
+from edge0_runtime.loading import find_adapters
+from edge0_runtime.step import Running, Step
 
 ONE_SLOT = 15_360  # bytes of the tiny checkpoint's experts in memory
 
@@ -32,18 +32,18 @@ def test_bit_equal_to_the_resident_switch_glu(
     indices = mx.array(np.stack([rng.permutation(8)[:2] for _ in range(tokens)])[None].astype(np.uint32))
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
     store = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
-    log = RoutingLog()
+    running = Running()
     expected = plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp(x, indices)
-    streaming = StreamingSwitchGLU(plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp, 1, log)
-    memory = ExpertMemory(store, threads=2, slots=room, spare=2, float32=True, log=log)
+    streaming = StreamingSwitchGLU(plain_model(tiny_dir, 2).layers[1].mlp.switch_mlp, 1, running)
+    memory = ExpertMemory(store, threads=2, slots=room, spare=2, float32=True)
     streaming.attach(memory)
     for whole_layers in (False, True):
-        memory.begin(whole_layers=whole_layers)
+        running.step = step = Step(memory=memory, whole_layers=whole_layers)
         got = streaming(x, indices)
         assert got.shape == expected.shape == (1, tokens, 2, 64)
         assert mx.array_equal(got, expected).item()
-        assert (np.array(log.executed[1]) == np.array(indices[0])).all()
-        assert log.dropped == 0
+        assert (np.array(step.ran[1]) == np.array(indices[0])).all()
+        assert step.dropped() == {}
     memory.close()
     store.close()
 
@@ -53,25 +53,27 @@ def test_slots_reused_over_thousands_of_tokens_stay_right(
 ) -> None:
     """2,200 tokens through 6 slots, layers 1 and 2 staged as a prerouter does it, each against the resident module."""
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    store, log = ExpertStore.open(Checkpoint.open(tiny_dir), tier), RoutingLog()
-    memory = ExpertMemory(store, threads=2, slots=6, spare=2, float32=True, log=log)
+    store, running = ExpertStore.open(Checkpoint.open(tiny_dir), tier), Running()
+    memory = ExpertMemory(store, threads=2, slots=6, spare=2, float32=True)
     resident = [layer.mlp.switch_mlp for layer in plain_model(tiny_dir, 2).layers]
     layers = plain_model(tiny_dir, 2).layers
-    streaming = [StreamingSwitchGLU(layer.mlp.switch_mlp, n, log) for n, layer in enumerate(layers)]
+    streaming = [StreamingSwitchGLU(layer.mlp.switch_mlp, n, running) for n, layer in enumerate(layers)]
     for module in streaming:
         module.attach(memory)
     rng = np.random.default_rng(2)
     x = mx.array(rng.standard_normal((1, 1, 64)).astype(np.float32))
     for _ in range(2200):
         routed = [mx.array(rng.permutation(8)[None, None, :2].astype(np.uint32)) for _ in range(4)]
-        memory.stage([1, 2], np.concatenate([np.array(indices[0]) for indices in routed[1:3]]).astype(int))
+        running.step = step = Step(memory=memory)
+        step.stage([1, 2], np.concatenate([np.array(indices[0]) for indices in routed[1:3]]).astype(int))
         got = wanted = x
         for layer, indices in enumerate(routed):  # a residual stream: a layer's input is all that was computed below
             got = got + streaming[layer](got, indices).sum(axis=-2)
             wanted = wanted + resident[layer](wanted, indices).sum(axis=-2)
         assert mx.array_equal(got, wanted).item()
-        memory.settled()
-    assert memory.counters()["evictions"] > 10_000 and log.dropped == 0
+        assert step.dropped() == {}
+        memory.release()
+    assert memory.counters()["evictions"] > 10_000
     memory.close()
     store.close()
 
@@ -128,7 +130,7 @@ def test_greedy_ids_do_not_depend_on_the_cache_size(
 
 def test_the_checkpoints_experts_are_never_loaded_whole(tiny_dir: Path, budget: Callable[..., float]) -> None:
     with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 1)) as engine:
-        values = [value for module in engine.model._network.modules() for value in module.values()]
+        values = [value for module in engine.model.network.modules() for value in module.values()]
         list(engine.generate([5, 6, 7], max_tokens=2))
         held = engine.stats()["experts_held"]
     shapes = [value.shape for value in values if isinstance(value, mx.array)]
@@ -139,14 +141,14 @@ def test_the_checkpoints_experts_are_never_loaded_whole(tiny_dir: Path, budget: 
 
 def test_guesses_are_read_while_they_are_mostly_right(store: ExpertStore) -> None:
     """A wrong guess costs a read: after some of them only judging goes on, until they are right again."""
-    memory = ExpertMemory(store, threads=2, slots=6, spare=2, float32=True, log=RoutingLog())
+    memory = ExpertMemory(store, threads=2, slots=6, spare=2, float32=True)
     pool = memory.pool(1)
 
     def is_read(guess: list[int], chosen: list[int]) -> bool:
         pool.forget()
         memory.guess([1], np.array([guess]))
         asked = bool(pool.present(1, np.array(guess)).all())
-        memory.chosen(1, np.array(chosen))
+        memory.judge(1, np.array(guess), np.array(chosen))
         return asked
 
     assert all(is_read([0, 1], [1, 0]) for _ in range(20))

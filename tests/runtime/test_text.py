@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.server.text import TextStream, chat_ids, decoder
+from edge0_runtime.text import TextStream, chat_ids, decoder
 
 REPLACEMENT = "\ufffd"
 

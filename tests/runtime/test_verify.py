@@ -45,9 +45,9 @@ def trace(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> Reference
     model = engine.model
     reference = ReferenceTrace(
         tier=model.tier.name,
-        base_fingerprint=model.fingerprint,
-        prerouter_sha256=model.prerouter_sha256,
-        lora_sha256=model.lora_sha256,
+        base_fingerprint=model.identity.fingerprint,
+        prerouter_sha256=model.identity.prerouter_sha256,
+        lora_sha256=model.identity.lora_sha256,
         compute_dtype="float32",
         prompts=tuple(recorded),
     )

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
-from edge0_runtime.server.sampling import Defaults, Sampling
-from edge0_runtime.server.text import TextStream, chat_ids, decoder
+from edge0_runtime.sampling import Defaults, Sampling
+from edge0_runtime.text import TextStream, chat_ids, decoder
 
 if TYPE_CHECKING:
-    from edge0_runtime.engine import Engine, Step
+    from edge0_runtime.engine import Engine, Token
 
-Record = Callable[["Step"], None]
+Record = Callable[["Token"], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Generation:
         }
 
 
-def run(
+def generate(
     engine: Engine,
     prompt_ids: Sequence[int],
     sampling: Sampling,
@@ -61,7 +61,7 @@ def run(
     ignore_eos: bool = False,
     record: Record | None = None,
 ) -> Generation:
-    """Generate to the end, showing text as it becomes final and recording every step."""
+    """Generate to the end, showing text as it becomes final and recording every token."""
     started = time.perf_counter()
     times: list[float] = []
     ids: list[int] = []
@@ -102,7 +102,7 @@ def reply(
         min_p=defaults.min_p,
         seed=args.seed,
     )
-    return run(engine, prompt_ids, sampling, show)
+    return generate(engine, prompt_ids, sampling, show)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def expert_trace(path: Path | None, tier: Tier, prompt_ids: Sequence[int]) -> It
         raise Edge0Error(f"--trace {path}: {problem.strerror}; choose a file that can be written") from problem
     with file:
 
-        def record(step: Step) -> None:
+        def record(step: Token) -> None:
             nonlocal fed
             assert step.experts is not None
             experts = {str(layer): row.tolist() for layer, row in zip(layers, step.experts, strict=True)}

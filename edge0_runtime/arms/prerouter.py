@@ -1,0 +1,98 @@
+"""prerouter: heads route the predicted layers one token ahead, and their experts are read meanwhile. The product.
+
+Owner N's head, evaluated on input t, gives the router logits of layer N+1 on input t+1 (docs/method.md 1.3, 1.4). Layers
+that keep their own gates are read as in `lookahead`, and by heads whose output no router takes.
+
+The timeline needs no clock. A pass leaves features for the heads, or none; a step after one that left features is predicted.
+Under first_token = "gate" a prompt leaves none: so the first decode step keeps its gates, and has no history to show.
+
+Shapes: O owners (those whose next layer is predicted first), T tokens, K experts, E experts of a layer, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from edge0_runtime.arms import Parts
+from edge0_runtime.arms.lookahead import Lookahead
+from edge0_runtime.gates import Gate
+from edge0_runtime.routing import Routing, predicted, row
+from edge0_runtime.step import Step
+
+
+class Features(NamedTuple):
+    """What a pass leaves to the heads: the last token's MoE inputs, its routing, and the routing of the token before."""
+
+    hidden_OD: mx.array
+    current_OE: mx.array
+    previous_OE: mx.array
+
+
+class Prerouter(Lookahead):
+    """Prediction is routing.
+
+    Attributes:
+        guessed: layers that keep their own gate and have a head all the same (35b: the last one). What it predicts comes
+            after the consumers' and routes nothing, but is a good guess what to read.
+    """
+
+    exact: ClassVar[bool] = False
+    needs_heads: ClassVar[bool] = True
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        assert parts.heads is not None
+        self._heads, self._tier = parts.heads, parts.tier
+        self._owners = frozenset(self._heads.owners)
+        self.guessed = tuple(owner + 1 for owner in self._heads.owners if owner + 1 not in self._tier.consumers)
+
+    def foresee(self, last: Step, coming: Step) -> None:
+        if last.features is None:
+            return
+        assert coming.token is not None
+        embedding_D = self.parts.embed(coming.token[None])[0]
+        seen: Features = last.features
+        logits_OE = self._heads(seen.hidden_OD, seen.current_OE, seen.previous_OE, embedding_D)
+        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k, embedding_D.dtype)
+        for index, layer in enumerate(self._tier.consumers):
+            coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
+
+    def hints(self, last: Step, coming: Step) -> None:
+        if coming.ahead is None:
+            return
+        consumers, experts_OK = self._tier.consumers, np.array(coming.ahead.experts_TK).astype(np.int64)
+        coming.stage(consumers, experts_OK[: len(consumers)])
+        coming.guess(self.guessed, experts_OK[len(consumers) :])
+
+    def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
+        layer = gate.layer
+        routing = step.foreseen.get(layer) or super().route(step, gate, x)
+        if layer in self._owners and self._leaves_features(step):
+            step.inputs[layer] = x.reshape(-1, x.shape[-1])[-1]
+            if self._tier.feature_topk == "teacher":
+                step.own[layer] = gate.choice(gate.own(x) if layer in step.foreseen else routing)
+        return routing
+
+    def remember(self, step: Step, last: Step | None) -> Features | None:
+        if not self._leaves_features(step):
+            return None
+        if self._tier.feature_topk == "executed":
+            last_OTK = mx.stack([mx.array(step.ran[n][-2:]).astype(mx.uint32) for n in self._heads.owners])
+        else:
+            last_OTK = mx.stack([step.own[n] for n in self._heads.owners])
+        last_OTE = self._heads.multi_hot(last_OTK)
+        if last_OTE.shape[1] > 1:
+            previous_OE = last_OTE[:, -2]
+        elif last is not None and last.features is not None:  # the token before belongs to the pass before
+            previous_OE = last.features.current_OE
+        else:
+            previous_OE = mx.zeros_like(last_OTE[:, -1])
+        hidden_OD = mx.stack([step.inputs[n].astype(self._heads.dtype) for n in self._heads.owners])
+        return Features(hidden_OD, last_OTE[:, -1], previous_OE)
+
+    def _leaves_features(self, step: Step) -> bool:
+        # Under "gate" the first decode step has no history: what the prompt routed to is not kept.
+        return step.decoding or self._tier.first_token == "predicted"

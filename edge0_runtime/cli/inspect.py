@@ -1,0 +1,21 @@
+"""edge0_runtime inspect: contract and provenance of a model directory, on any machine; loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from edge0_runtime.cli.options import add_directory
+from edge0_runtime.inspection import inspect, inspection_text
+
+HELP = "contract and provenance of a model directory; loads no weights"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_directory(parser)
+    parser.add_argument("--json", action="store_true")
+
+
+def run(args: argparse.Namespace) -> None:
+    data = inspect(args.model_dir, args.tier)
+    print(json.dumps(data, indent=2) if args.json else inspection_text(data))

@@ -1,0 +1,61 @@
+"""Arguments that commands share, and the engine that follows from them. MLX is imported only when one is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edge0_runtime.arms import ARMS
+from edge0_runtime.experts.reader import IO_THREADS
+
+if TYPE_CHECKING:
+    from edge0_runtime.engine import Engine
+
+
+def add_directory(parser: argparse.ArgumentParser) -> None:
+    """MODEL_DIR and which adapters of it."""
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="int4 base, tokenizer and adapter files")
+    parser.add_argument("--tier", metavar="NAME", help="which adapter files, if the directory holds several or none")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """MODEL_DIR and how it is served; `load_engine` reads them."""
+    add_directory(parser)
+    parser.add_argument("--no-prerouter", dest="prerouter", action="store_false", help="layers keep their own gates")
+    parser.add_argument("--no-lora", dest="lora", action="store_false", help="serve without the recovery LoRA")
+    parser.add_argument(
+        "--memory-budget",
+        type=float,
+        metavar="GIB",
+        help="for weights, adapters, activations and experts; default: a quarter of the machine's",
+    )
+    parser.add_argument(
+        "--arm", choices=ARMS, help="how experts are routed and read, to be measured against each other"
+    )
+    parser.add_argument(
+        "--io-threads", type=int, default=IO_THREADS, metavar="N", help="that read experts (default %(default)s)"
+    )
+    parser.add_argument("--allow-mismatch", action="store_true", help="serve files that were not made together")
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the arguments ask for."""
+    from edge0_runtime.engine import Engine
+
+    return Engine.load(
+        args.model_dir,
+        prerouter=args.prerouter,
+        lora=args.lora,
+        arm=args.arm,
+        memory_budget=args.memory_budget,
+        io_threads=args.io_threads,
+        allow_mismatch=args.allow_mismatch,
+        tier_name=args.tier,
+    )
+
+
+def shower(quiet: bool) -> Callable[[str], None]:
+    """Prints text as it comes, or nothing."""
+    return (lambda _: None) if quiet else (lambda text: print(text, end="", flush=True))

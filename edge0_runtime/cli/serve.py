@@ -1,0 +1,22 @@
+"""edge0_runtime serve: OpenAI's chat API over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+
+from edge0_runtime.cli.options import add_engine_options, load_engine
+
+HELP = "serve OpenAI's chat API over HTTP"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_options(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
+    parser.add_argument("--port", type=int, default=8080)
+
+
+def run(args: argparse.Namespace) -> None:
+    from edge0_runtime.server.app import bind, serve
+
+    with bind(args.host, args.port) as address, load_engine(args) as engine:
+        serve(engine, f"edge0-{engine.model.tier.name}", address)

@@ -1,0 +1,26 @@
+"""edge0_runtime verify: does the directory serve as it was trained? Exit code 1 if it doesn't."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from edge0_runtime.cli.options import add_engine_options, load_engine
+
+HELP = "check that the directory serves as it was trained"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_options(parser)
+    parser.add_argument("--json", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    from edge0_runtime.contract.traces import read_trace
+    from edge0_runtime.measure.verify import report_text, verify
+
+    with load_engine(args) as engine:
+        trace = read_trace(args.model_dir / engine.model.tier.file_name("verify"), engine.model.tier)
+        report = verify(engine, trace)
+    print(json.dumps(report.to_dict()) if args.json else report_text(report))
+    return 0 if report.ok else 1

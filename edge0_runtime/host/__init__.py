@@ -1,0 +1,1 @@
+"""What this machine has and gives: memories, and the disk at the engine's own reads."""

@@ -1,0 +1,204 @@
+"""From a model directory to a `Model`: checked strictly, then loaded.
+
+The mathematics is mlx-lm's. In every MoE block two submodules are replaced, the gate and the expert call, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from edge0_runtime.arms import DEFAULT, Parts, arm_class
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Tier, builtin_tier
+from edge0_runtime.experts.pool import slot_nbytes
+from edge0_runtime.experts.reader import MAX_IO_THREADS
+from edge0_runtime.experts.store import ExpertStore
+from edge0_runtime.experts.streaming import ResidentSwitchGLU, StreamingSwitchGLU
+from edge0_runtime.gates import Gate, wrap_gate
+from edge0_runtime.heads import Heads
+from edge0_runtime.lora import apply_lora
+from edge0_runtime.model import Fixed, Identity, Model
+from edge0_runtime.network import evaluate, load_network, network_nbytes, to_float32
+from edge0_runtime.plan import check_memory
+from edge0_runtime.step import Running
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The tier of a model directory, and those of its two adapter files that are served.
+
+    Either file's tier serves both: `check_binding` refuses two that differ (the LoRA's own layout aside).
+    """
+
+    tier: Tier
+    prerouter: Adapter | None
+    lora: Adapter | None
+
+
+def find_adapters(directory: Path, *, prerouter: bool, lora: bool, tier_name: str | None) -> Adapters:
+    """Read the wanted adapter files of `directory` and find out the tier.
+
+    The tier is the one in the files' contract; for files without one, and for serving without any, the
+    built-in tier `tier_name` (or the one in the file's name). Raises Edge0Error naming the missing file and
+    the flag that does without.
+    """
+    found = {kind: find_adapter(directory, kind, tier_name) for kind in KINDS}
+    wanted: dict[Kind, bool] = {"prerouter": prerouter, "lora": lora}
+    for kind in KINDS:
+        if wanted[kind] and found[kind] is None:
+            name = f"{kind}_edge0_{tier_name or '<tier>'}.safetensors"
+            raise Edge0Error(
+                f"{directory / name}: file not found; put the exported file there, or serve without it: --no-{kind}"
+            )
+    known = found["prerouter"] or found["lora"]  # a file that is not served still says the K it was made for
+    if known is None and tier_name is None:
+        raise Edge0Error(f"{directory}: no adapter file there names a tier; choose one with --tier")
+    tier = known.tier if known else builtin_tier(str(tier_name))
+    return Adapters(tier, found["prerouter"] if prerouter else None, found["lora"] if lora else None)
+
+
+def load_model(
+    directory: Path,
+    *,
+    arm: str | None,
+    prerouter: bool,
+    lora: bool,
+    budget_bytes: int | None,
+    io_threads: int,
+    allow_mismatch: bool,
+    tier_name: str | None,
+) -> Model:
+    """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
+
+    Bindings that can't be checked are logged as warnings. Raises Edge0Error before anything large is read.
+    """
+    if arm is None:
+        arm = DEFAULT if prerouter else "on_demand"
+    needs_heads = arm_class(arm).needs_heads
+    if needs_heads and not prerouter:
+        raise Edge0Error(f"arm: {arm} needs the prerouter file; leave out one of --arm and --no-prerouter")
+    if not 1 <= io_threads <= MAX_IO_THREADS:
+        raise Edge0Error(f"io_threads: {io_threads} must be between 1 and {MAX_IO_THREADS}")
+    checkpoint = Checkpoint.open(directory)
+    adapters = find_adapters(directory, prerouter=needs_heads, lora=lora, tier_name=tier_name)
+    _check_supported(adapters.tier)
+    checkpoint.check_architecture(adapters.tier)
+    fingerprint = checkpoint.fingerprint()
+    for note in check_binding(fingerprint, adapters.prerouter, adapters.lora, allow_mismatch):
+        log.warning("%s", note)
+    identity = Identity(fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
+    store = ExpertStore.open(checkpoint, adapters.tier, fingerprint)
+    try:
+        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _load(
+    checkpoint: Checkpoint,
+    adapters: Adapters,
+    identity: Identity,
+    store: ExpertStore,
+    arm: str,
+    budget_bytes: int | None,
+    io_threads: int,
+) -> Model:
+    tier = adapters.tier
+    context_length = _context_length(checkpoint)
+    # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
+    # slower (docs/parity.md 4). On Metal everything stays as the files have it.
+    float32 = mx.default_device().type == mx.DeviceType.cpu
+    network = load_network(checkpoint.directory, tier.layout, float32=float32)
+    modules = dict(network.named_modules())
+    if float32:
+        to_float32(network, packed_too=False)
+    base_bytes = network_nbytes(network) - _expert_nbytes(tier, modules)
+    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, mx.float32 if float32 else mx.float16)
+    streams = arm_class(arm).streams
+    if not streams:
+        experts = sum(store.num_experts * slot_nbytes(tensors, float32) for tensors in store.tensors.values())
+        check_memory(f"arm {arm}", base_bytes + adapter_bytes + experts, "choose one that streams")
+    running = Running()
+    gates = _wrap_blocks(tier, modules, running, ResidentSwitchGLU if not streams else StreamingSwitchGLU)
+    embed: Callable[[mx.array], mx.array] = modules[tier.layout.embedding]
+    model = Model(
+        network=network,
+        parts=Parts(tier, gates, heads, embed),
+        running=running,
+        store=store,
+        identity=identity,
+        context_length=context_length,
+        lora_modules=lora_modules,
+        fixed=Fixed(float32, base_bytes, adapter_bytes, io_threads),
+    )
+    try:
+        model.set_arm(arm)
+        if streams:
+            model.resize(budget_bytes)
+        if float32 and model.never_waits:  # memory isn't scarce
+            model.widen()
+        evaluate(network)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def _serve_adapters(network: nn.Module, adapters: Adapters, dtype: mx.Dtype) -> tuple[Heads | None, int, int]:
+    """(heads, modules that carry a LoRA now, bytes that both take)."""
+    before = network_nbytes(network)
+    lora_modules = 0
+    if adapters.lora is not None:
+        lora_modules = apply_lora(network, adapters.lora.tensors, adapters.lora.tier.lora, dtype)
+    adapter_bytes = network_nbytes(network) - before
+    if adapters.prerouter is None:
+        return None, lora_modules, adapter_bytes
+    heads = Heads(adapters.tier, adapters.prerouter.tensors, dtype)
+    return heads, lora_modules, adapter_bytes + heads.nbytes
+
+
+def _wrap_blocks(tier: Tier, modules: Mapping[str, Any], running: Running, experts: type[Any]) -> dict[int, Gate]:
+    """Replace gate and expert call of every MoE block; returns layer -> gate."""
+    gates = {}
+    for layer in tier.layout.moe_layers(tier.architecture):
+        block_path, _, name = _experts_path(tier, layer).rpartition(".")
+        block = modules[block_path]
+        block[name] = experts(block[name], layer, running)
+        gates[layer] = wrap_gate(block, layer, tier, running)
+    return gates
+
+
+def _experts_path(tier: Tier, layer: int) -> str:
+    return f"{tier.layout.layer_path(layer)}.{tier.layout.experts}"
+
+
+def _expert_nbytes(tier: Tier, modules: Mapping[str, nn.Module]) -> int:
+    layers = tier.layout.moe_layers(tier.architecture)
+    return sum(network_nbytes(modules[_experts_path(tier, layer)]) for layer in layers)
+
+
+def _check_supported(tier: Tier) -> None:
+    if tier.router.kind == "softmax_topk" and tier.router.scaling != 1.0:
+        raise Edge0Error(f"tier.router.scaling: {tier.router.scaling} isn't served for softmax_topk; it must be 1")
+
+
+def _context_length(checkpoint: Checkpoint) -> int:
+    value = checkpoint.text_config().get("max_position_embeddings")
+    if type(value) is not int or value < 1:
+        raise Edge0Error(
+            f"{checkpoint.directory / 'config.json'}: max_position_embeddings: {value!r} must be the context length"
+            " in tokens; copy config.json from the base again"
+        )
+    return value

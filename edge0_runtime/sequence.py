@@ -1,0 +1,208 @@
+"""One sequence on a model: KV and recurrent state + the last step + a token -> the next step.
+
+    sequence = Sequence(model)
+    logits = sequence.prefill(prompt_ids, last=True)
+    token = mx.argmax(logits)
+    sequence.foresee(token)       # the coming step: what is known of it, lazily
+    sequence.flush(token)         # the one evaluation; reads of the coming step begin
+    logits = sequence.run()       # its forward pass, lazily
+
+Where the model never waits for an expert, `run` may follow `foresee` at once, before anything is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from edge0_runtime.model import Model
+from edge0_runtime.step import Step
+
+# A prompt chunk that routes to each expert at least this often on average uses nearly all of them: exp(-2) = 14 %
+# would be left out by uniform routing.
+WHOLE_LAYER_USES = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sequence between two steps: continuing from it gives the same bits as going on did.
+
+    Attributes:
+        kv: state and meta state of every entry of mlx-lm's prompt cache.
+        features, trail, index: of the last step. nbytes: memory that all of it takes.
+    """
+
+    kv: tuple[tuple[Any, Any], ...]
+    features: Any
+    trail: int
+    index: int
+    nbytes: int
+
+
+class Sequence:
+    """The state of the one sequence that a model is processing; a new one ends the last.
+
+    Attributes:
+        last: the pass that was built last, maybe not evaluated yet; None before the prompt.
+        coming: the step that `foresee` made and that isn't run yet.
+    """
+
+    def __init__(self, model: Model, snapshot: Snapshot | None = None) -> None:
+        """At the beginning, or where a snapshot was taken. Nothing is being read for another sequence afterwards."""
+        self._model = model
+        self._kv: list[Any] = make_prompt_cache(model.network)
+        self.last: Step | None = None
+        self.coming: Step | None = None
+        if model.memory is not None:
+            model.memory.abandon()
+        if snapshot is not None:
+            for entry, (state, meta_state) in zip(self._kv, snapshot.kv, strict=True):
+                entry.state, entry.meta_state = _copied(state), meta_state
+            self.last = Step(snapshot.index, trail=snapshot.trail, features=snapshot.features)
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
+
+    def prefill(self, token_ids: Ids[int], *, last: bool) -> mx.array | None:
+        """Process a chunk of the prompt.
+
+        Returns:
+            Logits [vocabulary] after the chunk's last token when `last`, not evaluated yet; else None, and
+            the chunk is done.
+        """
+        tier = self._model.tier
+        whole = len(token_ids) * tier.k >= WHOLE_LAYER_USES * tier.num_experts
+        step = Step(trail=hash((self._trail, *token_ids)), whole_layers=whole)
+        logits = self._forward(step, mx.array(list(token_ids)))
+        if last:
+            return logits
+        step.logits_V = None  # nobody wants them, so they aren't computed
+        del logits
+        self._evaluate_state()
+        self._check_files()
+        self._settle()
+        mx.clear_cache()  # a chunk's arrays have odd sizes that the allocator would keep
+        return None
+
+    # -- one generated token -------------------------------------------------------------------------------------------
+
+    def foresee(self, token: mx.array) -> Step:
+        """Make the step that will process `token`, a scalar id that may not be evaluated yet.
+
+        To be called as soon as the token is chosen; `flush` then evaluates it together with what is foreseen. May be called
+        again with another token.
+        """
+        if self.last is None:
+            raise RuntimeError("a step needs one before it; prefill the prompt first")
+        step = self.coming = Step(self.last.index + 1, token)
+        self._model.arm.foresee(self.last, step)
+        return step
+
+    def flush(self, *arrays: mx.array) -> None:
+        """A step's one evaluation: its logits, `arrays` that depend on them, and what is foreseen of the coming step.
+
+        Reads of the coming step's experts then begin, as far as the arm knows them.
+        """
+        assert self.last is not None and self.coming is not None and self.coming.token is not None
+        logits = [] if self.last.logits_V is None else [self.last.logits_V]
+        foreseen = [] if self.coming.ahead is None else self.coming.ahead.arrays()
+        mx.eval(*arrays, *logits, *foreseen)
+        self._check_files()
+        self._settle()
+        self.coming.trail = hash((self.last.trail, int(self.coming.token)))
+        self.coming.memory = self._model.memory
+        self.coming.flushed = True
+        if self._model.memory is not None:
+            self._model.arm.hints(self.last, self.coming)
+
+    def run(self) -> mx.array:
+        """The coming step's pass: logits [vocabulary], not evaluated yet."""
+        step = self.coming
+        if step is None or step.token is None:
+            raise RuntimeError("a step that nobody foresaw; call foresee before run")
+        self.coming = None
+        logits = self._forward(step, step.token[None])
+        self._model.predicted_steps += bool(step.foreseen)
+        return logits
+
+    def decode(self, token_id: int) -> mx.array:
+        """All of it for a token that is known: logits [vocabulary] for the next, not evaluated yet."""
+        if self.coming is None or self.coming.token is None or self.coming.token.item() != token_id:
+            self.foresee(mx.array(token_id))
+        assert self.coming is not None
+        if not self.coming.flushed:
+            self.flush()
+        return self.run()
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """What it takes to go on from here, evaluated; between steps only."""
+        if self.last is None:
+            raise RuntimeError("a snapshot needs a pass; prefill the prompt first")
+        if self.last.logits_V is not None:
+            mx.eval(self.last.logits_V)
+        self._evaluate_state()
+        self._settle()
+        kv = tuple((_copied(entry.state), entry.meta_state) for entry in self._kv)
+        arrays = [array for state, _ in kv for array in _arrays(state)] + _arrays(self.last.features)
+        mx.eval(arrays)
+        nbytes = sum(array.nbytes for array in arrays)
+        return Snapshot(kv, self.last.features, self.last.trail, self.last.index, nbytes)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _trail(self) -> int:
+        return 0 if self.last is None else self.last.trail
+
+    def _forward(self, step: Step, tokens_T: mx.array) -> mx.array:
+        model, last = self._model, self.last
+        if last is not None and last.logits_V is not None and not model.never_waits:
+            mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
+        self._settle()
+        step.memory, step.waits = model.memory, not model.never_waits
+        if step.whole_layers and model.memory is not None:
+            model.memory.want_layer(model.memory.layers[0])
+        model.running.step = step
+        logits_1TV = model.network(tokens_T[None], cache=self._kv)
+        step.features = model.arm.remember(step, last)
+        step.logits_V = logits_1TV[0, -1]
+        self.last = step
+        return step.logits_V
+
+    def _evaluate_state(self) -> None:
+        assert self.last is not None
+        mx.eval([entry.state for entry in self._kv], _arrays(self.last.features))
+
+    def _settle(self) -> None:
+        """Everything built so far is evaluated, or will never wait.
+
+        Raises RuntimeError if a block chose an expert that was not staged for it: the step's result is wrong then.
+        """
+        if self.last is not None and (dropped := self.last.dropped()):
+            self._model.dropped += sum(dropped.values())
+            layer, count = next(iter(dropped.items()))
+            raise RuntimeError(f"layer {layer}: {count} routed experts were not staged")
+        if self._model.memory is not None:
+            self._model.memory.release()
+
+    def _check_files(self) -> None:
+        """A pass is computed; whatever of it was read came from the files as they were opened."""
+        if not self._model.never_waits:
+            self._model.store.check()
+
+
+def _copied(state: Any) -> Any:
+    """The same arrays as other objects: mlx-lm's caches write into theirs."""
+    return tree_map(lambda value: mx.array(value) if isinstance(value, mx.array) else value, state)
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    found: list[mx.array] = []
+    tree_map(lambda value: found.append(value) if isinstance(value, mx.array) else None, tree)
+    return found
