@@ -1,0 +1,30 @@
+"""oracle: own gates; replays what it has seen, and so knows the next token's experts before the step begins.
+
+The bound of what reading one token ahead can give on a disk: every layer's experts are asked for as soon as the token is chosen,
+none in vain, and no layer waits for its router. It learns in a first run over the same tokens, in which it is on_demand; `bench
+--arms` gives every arm such a run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edge0_runtime.arms import Arm, Parts
+from edge0_runtime.step import Step
+
+MOST_STEPS = 2**16  # that are remembered; 20 MB for 40 layers of 4 experts
+
+
+class Oracle(Arm):
+    """The trace is keyed by all tokens so far, so that it is right for every continuation of a prompt."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._seen: dict[int, np.ndarray] = {}  # trail -> [MoE layers, K]
+
+    def hints(self, last: Step, coming: Step) -> None:
+        self._seen[last.trail] = last.executed().astype(np.int16)
+        if len(self._seen) > MOST_STEPS:
+            del self._seen[next(iter(self._seen))]
+        if coming.trail in self._seen:
+            coming.stage(sorted(last.ran), self._seen[coming.trail].astype(np.int64))
