@@ -12,11 +12,13 @@ Where the model never waits for an expert, `run` may follow `foresee` at once, b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -33,14 +35,16 @@ class Snapshot:
     """A sequence between two steps: continuing from it gives the same bits as going on did.
 
     Attributes:
-        kv: state and meta state of every entry of mlx-lm's prompt cache.
-        features, trail, index: of the last step. nbytes: memory that all of it takes.
+        kv: the state of every entry of mlx-lm's prompt cache.
+        index, trail, features: of the last step. ran: layer -> [1, K], its last token's experts.
+        nbytes: memory that the arrays take.
     """
 
-    kv: tuple[tuple[Any, Any], ...]
-    features: Any
-    trail: int
+    kv: tuple[Any, ...]
     index: int
+    trail: int
+    features: Any
+    ran: Mapping[int, np.ndarray]
     nbytes: int
 
 
@@ -61,9 +65,9 @@ class Sequence:
         if model.memory is not None:
             model.memory.abandon()
         if snapshot is not None:
-            for entry, (state, meta_state) in zip(self._kv, snapshot.kv, strict=True):
-                entry.state, entry.meta_state = _copied(state), meta_state
-            self.last = Step(snapshot.index, trail=snapshot.trail, features=snapshot.features)
+            for entry, state in zip(self._kv, snapshot.kv, strict=True):
+                entry.state = _copied(state)
+            self.last = Step(snapshot.index, trail=snapshot.trail, features=snapshot.features, ran=dict(snapshot.ran))
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -148,11 +152,12 @@ class Sequence:
             mx.eval(self.last.logits_V)
         self._evaluate_state()
         self._settle()
-        kv = tuple((_copied(entry.state), entry.meta_state) for entry in self._kv)
-        arrays = [array for state, _ in kv for array in _arrays(state)] + _arrays(self.last.features)
+        kv = tuple(_copied(entry.state) for entry in self._kv)
+        arrays = _arrays(kv) + _arrays(self.last.features)
         mx.eval(arrays)
         nbytes = sum(array.nbytes for array in arrays)
-        return Snapshot(kv, self.last.features, self.last.trail, self.last.index, nbytes)
+        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in self.last.ran.items()}
+        return Snapshot(kv, self.last.index, self.last.trail, self.last.features, ran, nbytes)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
