@@ -16,60 +16,28 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
+from edge0_runtime import request
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import strict_json
 from edge0_runtime.experts.memory import COUNTERS
 from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.loading import load_model
 from edge0_runtime.model import Model
 from edge0_runtime.plan import prefill_chunk
-from edge0_runtime.sampling import logprobs, make_sampler
+from edge0_runtime.request import Token
+from edge0_runtime.sampling import make_sampler
 from edge0_runtime.sequence import Sequence
 from edge0_runtime.step import Step
+from edge0_runtime.text import end_ids
 
-FinishReason = Literal["stop", "length", "cancelled"]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Token:
-    """One generated token.
-
-    Attributes:
-        index: 0 for the first generated token.
-        token: its id. A cancelled request ends with an id of -1: nothing was generated.
-        logprob: of the token under the model's own distribution (temperature 1, nothing filtered), in nats.
-        finish_reason: set on the last one only; "stop" when the token is an end token (to be left out of the
-            text).
-        experts: with trace=True: [MoE layers, K], sorted: what the input that led to this token was routed
-            to. That input is the prompt's last token for index 0, else the token before.
-        logits: with trace=True: float32 [vocabulary].
-    """
-
-    index: int
-    token: int
-    logprob: float
-    finish_reason: FinishReason | None
-    experts: np.ndarray | None = None
-    logits: np.ndarray | None = None
-
-
-class _Choice(NamedTuple):
-    """What a step leads to, maybe not evaluated yet."""
-
-    token: mx.array
-    logprob: mx.array
-    finite: mx.array
-    logits_V: mx.array
 
 
 class Engine:
@@ -87,7 +55,7 @@ class Engine:
         self.model = model
         self.sequence: Sequence | None = None
         self.tokenizer = tokenizer
-        self.eos_ids = _eos_ids(model_dir, tokenizer)
+        self.eos_ids = end_ids(model_dir, tokenizer)
         self.context_length = model.context_length
         self.prefill_chunk = prefill_chunk(model.tier)
         self._busy = threading.Lock()
@@ -257,31 +225,18 @@ class Engine:
             if not self.model.never_waits:
                 self.model.recover()
             self._requests += 1
-            logits = self._prefill(sequence, prompt_ids, cancel)
+            logits = request.prefill(sequence, prompt_ids, self.prefill_chunk, cancel)
             if logits is None:
                 yield Token(0, -1, 0.0, "cancelled")
                 return
+            self._prompt_tokens += len(prompt_ids)
             # Where no expert is waited for, a step is built while the one before computes. A trace looks at each.
             ahead = self.model.never_waits and not trace
-            choice = _choose(sequence, logits, sample)
-            for index in range(max_tokens):
-                if cancel.is_set():
-                    yield Token(index, -1, 0.0, "cancelled")
-                    return
-                following = None
-                if ahead and index + 1 < max_tokens:
-                    mx.async_eval(*choice)
-                    following = _choose(sequence, sequence.run(), sample)
-                    mx.async_eval(*following)
-                token, logprob = _read(sequence, choice, ahead)
-                self._generated_tokens += 1
-                finish = _finish(token in stop_ids, index + 1 == max_tokens)
-                experts = sequence.last.executed() if trace and sequence.last else None
-                logits_V = np.array(choice.logits_V.astype(mx.float32)) if trace else None
-                yield Token(index, token, logprob, finish, experts, logits_V)
-                if finish is not None:
-                    return
-                choice = following or _choose(sequence, sequence.decode(token), sample)
+            for token in request.decode(
+                sequence, logits, max_tokens, sample, stop_ids, cancel, ahead=ahead, trace=trace
+            ):
+                self._generated_tokens += token.finish_reason != "cancelled"
+                yield token
         except (KeyboardInterrupt, SystemExit):  # may have struck anywhere, also midway in the slots' bookkeeping
             self.model.forget_experts()
             raise
@@ -296,21 +251,6 @@ class Engine:
         if self.model.memory is not None:
             self.model.memory.abandon()
         mx.clear_cache()
-
-    def _prefill(self, sequence: Sequence, prompt_ids: list[int], cancel: threading.Event) -> mx.array | None:
-        """Logits after the prompt, or None when cancelled.
-
-        The last token goes alone, as in mlx-lm: then the large output projection is computed for it only.
-        """
-        before_last, last = prompt_ids[:-1], prompt_ids[-1:]
-        for start in range(0, len(before_last), self.prefill_chunk):
-            if cancel.is_set():
-                return None
-            sequence.prefill(before_last[start : start + self.prefill_chunk], last=False)
-        if cancel.is_set():
-            return None
-        self._prompt_tokens += len(prompt_ids)
-        return sequence.prefill(last, last=True)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading; `dropped_experts` is always 0."""
@@ -345,52 +285,9 @@ class Engine:
         self.close()
 
 
-def _choose(sequence: Sequence, logits_V: mx.array, sample: Callable[[mx.array], mx.array]) -> _Choice:
-    """The next token, not evaluated yet; and what is foreseen of its step."""
-    token = sample(logits_V)
-    sequence.foresee(token)
-    return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
-
-
-def _read(sequence: Sequence, choice: _Choice, ahead: bool) -> tuple[int, float]:
-    """Token and log-probability: a step's one evaluation, what is foreseen of the next one included."""
-    if ahead:
-        mx.eval(*choice)
-    else:
-        sequence.flush(*choice)
-    if not choice.finite.item():
-        raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
-    return int(choice.token), float(choice.logprob)
-
-
 def _budget_bytes(memory_budget: float | None) -> int | None:
     if memory_budget is None:
         return None
     if not (math.isfinite(memory_budget) and memory_budget > 0):
         raise Edge0Error(f"memory_budget: {memory_budget!r} must be a number of GiB larger than 0")
     return int(memory_budget * 2**30)
-
-
-def _finish(at_end: bool, at_limit: bool) -> FinishReason | None:
-    if at_end:
-        return "stop"
-    return "length" if at_limit else None
-
-
-def _eos_ids(directory: Path, tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """End tokens: the union of what generation_config.json, config.json and the tokenizer name."""
-    ids: set[int] = set(tokenizer.eos_token_ids)
-    config = _read_json(directory / "config.json")
-    for source in (_read_json(directory / "generation_config.json"), config, config.get("text_config", {})):
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return strict_json(path.read_bytes())
-    except ValueError as error:
-        raise Edge0Error(f"{path}: not valid JSON ({error}); copy it from the base again") from error

@@ -7,11 +7,13 @@ holds back what a later token may still change: an unfinished character, the beg
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import strict_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,6 +36,25 @@ def chat_ids(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]])
     except TemplateError as problem:
         raise Edge0Error(f"messages: the model's chat template refuses them: {problem}") from problem
     return ids
+
+
+def end_ids(directory: Path, tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """End tokens: the union of what generation_config.json, config.json and the tokenizer name."""
+    ids: set[int] = set(tokenizer.eos_token_ids)
+    config = _read_json(directory / "config.json")
+    for source in (_read_json(directory / "generation_config.json"), config, config.get("text_config", {})):
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return strict_json(path.read_bytes())
+    except ValueError as error:
+        raise Edge0Error(f"{path}: not valid JSON ({error}); copy it from the base again") from error
 
 
 def decoder(tokenizer: Any) -> Decode:

@@ -1,0 +1,128 @@
+"""One request on a sequence: the prompt in chunks, then token by token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.sampling import logprobs
+from edge0_runtime.sequence import Sequence
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Sampler = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        index: 0 for the first generated token.
+        token: its id. A cancelled request ends with an id of -1: nothing was generated.
+        logprob: of the token under the model's own distribution (temperature 1, nothing filtered), in nats.
+        finish_reason: set on the last one only; "stop" when the token is an end token (to be left out of the
+            text).
+        experts: with trace=True: [MoE layers, K], sorted: what the input that led to this token was routed
+            to. That input is the prompt's last token for index 0, else the token before.
+        logits: with trace=True: float32 [vocabulary].
+    """
+
+    index: int
+    token: int
+    logprob: float
+    finish_reason: FinishReason | None
+    experts: np.ndarray | None = None
+    logits: np.ndarray | None = None
+
+
+class _Choice(NamedTuple):
+    """What a step leads to, maybe not evaluated yet."""
+
+    token: mx.array
+    logprob: mx.array
+    finite: mx.array
+    logits_V: mx.array
+
+
+def prefill(sequence: Sequence, prompt_ids: Ids[int], chunk: int, cancel: threading.Event) -> mx.array | None:
+    """Logits after the prompt, which goes in `chunk` tokens at a time; or None when cancelled.
+
+    The last token goes alone, as in mlx-lm: then the large output projection is computed for it only.
+    """
+    before_last, last = prompt_ids[:-1], prompt_ids[-1:]
+    for start in range(0, len(before_last), chunk):
+        if cancel.is_set():
+            return None
+        sequence.prefill(before_last[start : start + chunk], last=False)
+    return None if cancel.is_set() else sequence.prefill(last, last=True)
+
+
+def decode(
+    sequence: Sequence,
+    logits_V: mx.array,
+    max_tokens: int,
+    sample: Sampler,
+    stop_ids: frozenset[int],
+    cancel: threading.Event,
+    *,
+    ahead: bool,
+    trace: bool,
+) -> Iterator[Token]:
+    """Tokens until one of `stop_ids`, `max_tokens` of them, or a cancelled one.
+
+    Args:
+        logits_V: after the prompt. sample: logits -> token id.
+        ahead: build a step while the one before computes; only where no expert is waited for.
+        trace: fill `Token.experts` and `Token.logits`.
+
+    Raises Edge0Error when logits aren't finite.
+    """
+    choice = _choose(sequence, logits_V, sample)
+    for index in range(max_tokens):
+        if cancel.is_set():
+            yield Token(index, -1, 0.0, "cancelled")
+            return
+        following = None
+        if ahead and index + 1 < max_tokens:
+            mx.async_eval(*choice)
+            following = _choose(sequence, sequence.run(), sample)
+            mx.async_eval(*following)
+        token, logprob = _read(sequence, choice, ahead)
+        finish = _finish(token in stop_ids, index + 1 == max_tokens)
+        experts = sequence.last.executed() if trace and sequence.last else None
+        logits = np.array(choice.logits_V.astype(mx.float32)) if trace else None
+        yield Token(index, token, logprob, finish, experts, logits)
+        if finish is not None:
+            return
+        choice = following or _choose(sequence, sequence.decode(token), sample)
+
+
+def _choose(sequence: Sequence, logits_V: mx.array, sample: Sampler) -> _Choice:
+    """The next token, not evaluated yet; and what is foreseen of its step."""
+    token = sample(logits_V)
+    sequence.foresee(token)
+    return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
+
+
+def _read(sequence: Sequence, choice: _Choice, ahead: bool) -> tuple[int, float]:
+    """Token and log-probability: a step's one evaluation, what is foreseen of the next one included."""
+    if ahead:
+        mx.eval(*choice)
+    else:
+        sequence.flush(*choice)
+    if not choice.finite.item():
+        raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
+    return int(choice.token), float(choice.logprob)
+
+
+def _finish(at_end: bool, at_limit: bool) -> FinishReason | None:
+    if at_end:
+        return "stop"
+    return "length" if at_limit else None

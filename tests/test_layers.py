@@ -1,0 +1,80 @@
+"""The floors of each package: a module imports from lower floors only, and no file is too long to read."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 350
+CODE = ("edge0_runtime", "edge0_train", "recipes", "scripts", "benchmarks")
+
+# From the ground up. A name is a module or a folder; a folder's own modules may import each other.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "edge0_runtime": (
+        ("contract",),
+        ("experts", "inspection"),  # bytes: they know neither routing nor step
+        ("host", "routing", "sampling", "text"),
+        ("step", "heads", "lora", "network", "plan"),
+        ("gates",),
+        ("arms",),
+        ("model",),
+        ("loading", "sequence"),
+        ("request",),
+        ("engine",),
+        ("measure", "server"),
+        ("cli",),
+        ("__main__",),
+    ),
+}
+
+
+def room(path: Path, package: str) -> str:
+    """The first name below the package: a module or a folder."""
+    return path.relative_to(ROOT / package).with_suffix("").parts[0]
+
+
+def modules(package: str) -> list[Path]:
+    return sorted(path for path in (ROOT / package).rglob("*.py") if path != ROOT / package / "__init__.py")
+
+
+def imported_rooms(path: Path, package: str) -> Iterator[tuple[int, str]]:
+    """(line, room of the package) of every import, those inside functions and for types included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == package and len(parts) > 1:
+                yield node.lineno, parts[1]
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_every_room_has_a_floor(package: str) -> None:
+    known = {name for floor in FLOORS[package] for name in floor}
+    assert known == {room(path, package) for path in modules(package)}
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_nothing_is_imported_from_above_or_from_next_door(package: str) -> None:
+    floor = {name: number for number, names in enumerate(FLOORS[package]) for name in names}
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {room(path, package)} imports {other}"
+        for path in modules(package)
+        for line, other in imported_rooms(path, package)
+        if other != room(path, package) and floor[other] >= floor[room(path, package)]
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_no_module_is_too_long(folder: str) -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert lengths
+    assert not {str(path.relative_to(ROOT)): count for path, count in lengths.items() if count > LONGEST}
