@@ -1,4 +1,4 @@
-"""Ways to serve the same model, to be measured against each other (docs/method.md 3).
+"""Ways to serve the same model, to be measured against each other (docs/method.md 3.2).
 
 * prerouter: heads route the predicted layers one token ahead, and their experts are read meanwhile; the other layers' are
   read as in lookahead. The product.
