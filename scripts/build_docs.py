@@ -49,7 +49,7 @@ def lay_out(folder: Path) -> str:
     pages = [path.relative_to(ROOT) for path in sorted((ROOT / "docs").glob("*.md"))]
     pages += [Path(name) for name in re.findall(r"\b[A-Z]+\.md\b", configuration)]
     linked = copy(pages, folder)
-    (folder / "settings.md").write_text(settings_page(), encoding="utf-8")
+    write(folder / "settings.md", settings_page())
     api = api_pages()
     for name, text in api.items():
         write(folder / name, text)
