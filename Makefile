@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.edge0-installed
+DOCS_STAMP := $(VENV)/.edge0-docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test lint clean
+.PHONY: help venv quickstart test lint docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -41,6 +42,15 @@ lint: $(STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install -qq --log $(VENV)/pip.log --disable-pip-version-check --no-build-isolation --no-compile \
+	    -c constraints.txt -e '.[docs]' || { \
+	    echo "make docs: pip failed; its message is above, its full log is $(VENV)/pip.log. Mend that and run make again" >&2; exit 1; }
+	@touch $@
+
+docs: $(DOCS_STAMP) ## the docs site, into build/site; a warning is an error
+	$(BIN)/python scripts/build_docs.py
 
 clean: ## removes caches and build outputs; keeps the virtual environment and runs
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

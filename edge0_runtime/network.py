@@ -56,7 +56,7 @@ def to_float32(network: nn.Module, *, packed_too: bool) -> None:
     """Have the network compute in float32.
 
     Quantised matmuls take bf16 scales and biases beside float32 activations, with the same bits as result
-    (docs/parity.md 0.4), at half the memory; but mlx casts them in every call, which a small model feels (10 % of
+    (docs/parity.md 4), at half the memory; but mlx casts them in every call, which a small model feels (10 % of
     a token's time at hidden size 64). `packed_too` casts them once. An embedding's are looked up and decide the dtype
     of all that follows, so they are cast in any case.
     """

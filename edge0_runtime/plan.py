@@ -17,7 +17,7 @@ from edge0_runtime.host.memory import memory_limit_bytes
 
 GIB = 2**30
 FLOAT_BYTES = 4
-# Share of a layer's experts that the next token needs again, for the estimate (docs/method.md 3).
+# Share of a layer's experts that the next token needs again, for the estimate (docs/method.md 3.2).
 REPEATED = 0.25
 PREFILL_CHUNK = 512
 # mlx's sorted gather gave wrong rows above this many (mlx issue 3856).

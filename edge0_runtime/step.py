@@ -1,6 +1,6 @@
 """One forward pass as an object: what is known before it, what happens in it, what it leaves to the next one.
 
-A decode step's life, in order (docs/streaming.md draws it):
+A decode step's life, in order (docs/streaming.md "One decode step" draws it):
 
 1. `Sequence.foresee` makes it as soon as its token is chosen; the arm fills `foreseen`: routings that are known by now.
 2. `Sequence.flush` evaluates token and foresight in one go; the arm's hints have experts read (`stage`, `guess`, `want`).

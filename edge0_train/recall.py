@@ -1,4 +1,4 @@
-"""How well heads predict the next token's routing, beside the five trivial baselines that they must beat (docs/method.md 3).
+"""How well heads predict the next token's routing, beside the five trivial baselines that they must beat (docs/method.md 3.1).
 
 All of it at the held-out inputs that serving routes by prediction; the truth is a layer's own gate at the served K.
     recall@B   share of the true K experts that are among the B predicted; B = K is what is served, by the router's rule with its

@@ -93,6 +93,11 @@ def test_wheel_carries_the_licence(wheel: Path) -> None:
     assert licence.read_text() == (ROOT / "LICENSE").read_text()
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wheel_says_that_its_packages_are_typed(wheel: Path, package: str) -> None:
+    assert (wheel / package / "py.typed").is_file()
+
+
 def test_installed_runtime_finds_its_tiers_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     code = """
 import edge0_runtime

@@ -1,4 +1,4 @@
-"""Arms: ways to route and to read the experts of the same model, to be measured against each other (docs/method.md 3).
+"""Arms: ways to route and to read the experts of the same model, to be measured against each other (docs/method.md 3.2).
 
 A file of this folder is an arm, and the folder is the registry: `on_demand.py` holds the class `OnDemand`. An arm answers four
 questions about a `Step`: what is known before it (`foresee`), what routes a layer (`route`), what to read before it begins

@@ -7,7 +7,7 @@ from edge0_runtime.step import Step
 
 
 class History(Arm):
-    """A layer's next experts are taken to be its last ones; about a quarter are (docs/method.md 3)."""
+    """A layer's next experts are taken to be its last ones; about a quarter are (docs/method.md 3.2)."""
 
     def hints(self, last: Step, coming: Step) -> None:
         coming.want(sorted(last.ran), last.executed())

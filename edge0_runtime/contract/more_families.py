@@ -1,4 +1,4 @@
-"""Families that no public tier uses: what "bring your own MoE" knows (docs/parity.md 2)."""
+"""Families that no public tier uses: what "bring your own MoE" knows (docs/parity.md 8)."""
 
 from __future__ import annotations
 

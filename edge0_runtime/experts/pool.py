@@ -24,7 +24,7 @@ from edge0_runtime.experts.reader import AHEAD, DEMANDED, SOON, Load, Reader
 from edge0_runtime.experts.store import FLOATS, ExpertStore, ExpertTensor
 
 MLX_DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
-KEPT_PASSES = 20  # docs/streaming.md
+KEPT_PASSES = 20  # docs/streaming.md "One memory"
 LONGEST_RUN = 8  # neighbours in one load; more would leave the other threads idle
 
 

@@ -1,6 +1,6 @@
 """The I/O threads: they read bytes of experts into memory that somebody else owns, and know nothing of MLX.
 
-A lazy MLX array must not be touched by a second thread (docs/parity.md 5), so these get plain memory only. What a
+A lazy MLX array must not be touched by a second thread (docs/streaming.md "One memory"), so these get plain memory only. What a
 layer waits for goes before what is read ahead, and interrupts it between two ranges; what is read ahead goes in the
 order in which it was asked for, the next layer's first.
 """
