@@ -19,7 +19,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from edge0_runtime.arms import SameToken
-from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
+from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, builtin_tier

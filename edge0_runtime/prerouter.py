@@ -20,7 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
+from edge0_runtime.contract.heads import TOKEN_NORM_EPS
+from edge0_runtime.contract.tier import Tier
 
 
 class Predictor(Protocol):

@@ -18,7 +18,8 @@ import torch
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router, Tier
-from edge0_train.base.names import family_names, transformers_module
+from edge0_train.base.families import cpu_options
+from edge0_train.base.names import transformers_module
 from edge0_train.data.rows import Batch, TextRow, collate
 from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, lora_disabled
 from edge0_train.student.generate import StepRecord
@@ -535,7 +536,7 @@ def test_a_row_of_a_batch_equals_the_row_alone(adapted, name):
 def test_native_pass_at_the_models_k_is_the_bare_model_bit_for_bit(bases, tier):
     base = bases[tier.family]
     path = StudentPath(copy.deepcopy(base), tier, random_heads(tier))
-    ids, options = collate(text_rows(), pad_id=0).input_ids_BT, family_names(tier.family).cpu_options
+    ids, options = collate(text_rows(), pad_id=0).input_ids_BT, cpu_options(tier.family)
     with torch.no_grad():
         got = path.hidden(ids, path.native(BASE_K), use_cache=False).last_hidden_state
         assert torch.equal(got, base.model(input_ids=ids, use_cache=False, **options).last_hidden_state)
