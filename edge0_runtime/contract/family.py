@@ -64,8 +64,8 @@ class Family:
         num_experts: the field that counts the routed experts of a layer.
         expert_width: the field that is a routed expert's width.
         aliases: {field: the name that transformers saves it under}; where config.json has that name, it counts.
-        derived: {field: (config, its value by that name) -> its value, for one that config.json may say by another field too; what
-            contradicts itself, if it does}.
+        derived: {field: (config, its value by that name) -> its value, for one that config.json may say by another field too;
+            or what contradicts it}.
         layer_modules: (architecture, layer) -> {path below the layer: (in_features, out_features)} of the linear
             modules that a recovery LoRA may sit on.
         is_moe: (architecture, layer) -> whether the layer has routed experts.

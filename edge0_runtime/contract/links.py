@@ -21,6 +21,9 @@ Config = Mapping[str, Any]
 """The text part of a config.json, or a tier's architecture."""
 Change = Literal["same", "one_centred", "conv_axes", "channels", "absorbed"]
 Stored = Literal["float", "int4", "int8"]
+ABSORBED = "kv_b_proj"
+ABSORBED_HALVES = ("embed_q", "unembed_out")
+"""Beside each other in every latent attention of mlx-lm's."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Link:
             one_centred: MLX holds w + 1 for transformers' w.
             conv_axes: MLX holds [C, k, 1] for [C, 1, k]; several are its channels (dimension 0).
             channels: no axes differ; several MLX tensors are its channels (dimension 0).
-            absorbed: latent attention's kv_b_proj [heads * (nope + v), r], which mlx-lm splits by head into embed_q
-                [heads, r, nope] and unembed_out [heads, v, r].
+            absorbed: latent attention's `ABSORBED` [heads * (nope + v), r], which mlx-lm splits by head into its
+                `ABSORBED_HALVES` [heads, r, nope] and [heads, v, r].
         stored: how our int4 checkpoints hold it (mlx-lm's quant_predicate). Reading goes by what the file
             really holds.
         linear: it is the weight of a linear module that a LoRA may sit on.

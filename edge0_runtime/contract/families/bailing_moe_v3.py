@@ -20,7 +20,7 @@ from edge0_runtime.contract.families._blocks import (
     sparse_after_dense,
 )
 from edge0_runtime.contract.family import PROJECTIONS, Architecture, Family, Fill
-from edge0_runtime.contract.links import Config, Link
+from edge0_runtime.contract.links import ABSORBED, ABSORBED_HALVES, Config, Link
 
 _ALIASES = {
     "head_dim": "linear_head_dim",  # transformers saves the rotary width as head_dim
@@ -50,7 +50,7 @@ def _modules(arch: Architecture, layer: int) -> Modules:
                 else {"q_a_proj": (hidden, rank), "q_b_proj": (rank, queries)}
             ),
             "kv_a_proj_with_mqa": (hidden, latent + arch["qk_rope_head_dim"]),
-            "kv_b_proj": (latent, heads * arch["qk_nope_head_dim"] + values),
+            ABSORBED: (latent, heads * arch["qk_nope_head_dim"] + values),
             "g_proj": (hidden, heads),
             "dense": (values, hidden),
         }
@@ -74,7 +74,7 @@ def _table() -> tuple[Link, ...]:
 
     convolutions = tuple(f"{mlx}{name}_conv1d.weight" for name in ("q", "k", "v"))
     on_disk = tuple(f"{hf}{name}_conv1d.weight" for name in ("q", "k", "v"))
-    absorbed = (f"{mlx}embed_q.weight", f"{mlx}unembed_out.weight")
+    absorbed = tuple(f"{mlx}{half}.weight" for half in ABSORBED_HALVES)
     return (
         Link("model.embed_tokens.weight", ("model.word_embeddings.weight",)),
         same("model.norm.weight"),
@@ -94,8 +94,8 @@ def _table() -> tuple[Link, ...]:
         *(linear(name) for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")),
         *(own(f"{name}.weight") for name in ("q_a_layernorm", "kv_a_layernorm")),
         linear("o_proj", "dense", stored="int4", when=_is_mla),
-        Link(f"{hf}kv_b_proj.weight", absorbed, "absorbed"),
-        linear("kv_b_proj"),
+        Link(f"{hf}{ABSORBED}.weight", absorbed, "absorbed"),
+        linear(ABSORBED),
         # MoE
         *LAYER.vectors("mlp.gate.weight", float32=True),
         Link(f"{LAYER.hf}.mlp.gate.e_score_correction_bias", (f"{LAYER.mlx}.mlp.gate.expert_bias",), float32=True),

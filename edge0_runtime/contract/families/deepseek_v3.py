@@ -15,18 +15,18 @@ from edge0_runtime.contract.families._blocks import (
     flat_table,
 )
 from edge0_runtime.contract.family import Architecture
-from edge0_runtime.contract.links import Config, Link
+from edge0_runtime.contract.links import ABSORBED, ABSORBED_HALVES, Config, Link
 
 _ATTENTION = (
     *LAYER.linears(*(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))),
     *LAYER.vectors("self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
     Link(
-        f"{LAYER.hf}.self_attn.kv_b_proj.weight",
-        tuple(f"{LAYER.mlx}.self_attn.{name}.weight" for name in ("embed_q", "unembed_out")),
+        f"{LAYER.hf}.self_attn.{ABSORBED}.weight",
+        tuple(f"{LAYER.mlx}.self_attn.{name}.weight" for name in ABSORBED_HALVES),
         "absorbed",
         stored="int4",
     ),
-    *LAYER.linears("self_attn.kv_b_proj"),
+    *LAYER.linears(f"self_attn.{ABSORBED}"),
 )
 
 
@@ -39,7 +39,7 @@ def _modules(arch: Architecture, layer: int) -> Modules:
     return {
         **low_rank,
         "self_attn.kv_a_proj_with_mqa": (hidden, latent + arch["qk_rope_head_dim"]),
-        "self_attn.kv_b_proj": (latent, heads * (arch["qk_nope_head_dim"] + arch["v_head_dim"])),
+        f"self_attn.{ABSORBED}": (latent, heads * (arch["qk_nope_head_dim"] + arch["v_head_dim"])),
         "self_attn.o_proj": (heads * arch["v_head_dim"], hidden),
     } | dense_or_shared(arch, layer)
 
