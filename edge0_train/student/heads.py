@@ -72,7 +72,7 @@ class MlpHead(Head):
         self.fc2.weight.zero_()
 
 
-HEADS: Mapping[str, Callable[[int, int, int], Head]] = {"mlp": MlpHead}
+HEADS: dict[str, Callable[[int, int, int], Head]] = {"mlp": MlpHead}
 """By the names of `HEAD_KINDS`."""
 
 
