@@ -21,7 +21,7 @@ from edge0_train.base import load_base, load_teacher, quantize_checkpoint
 from edge0_train.base.names import mlx_config
 from edge0_train.propose import propose
 from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
-from tests.parity.test_base_parity import (
+from tests.parity.both import (
     LOGITS_TOLERANCE,
     as_torch,
     assert_same_checkpoint,
