@@ -1,21 +1,42 @@
 """Prerouter heads in MLX (docs/method.md 1.3): all of a tier's, stacked, in one go. They know neither step nor timeline.
 
-Shapes: O owners (those whose next layer is predicted first), E experts, D hidden size, W head width, I head input.
+One function a kind of `contract/heads.py`, the twin of torch's module. Shapes: O owners (those whose next layer is predicted
+first), E experts, D hidden size, W head width, F head input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
+from edge0_runtime.contract.heads import HEAD_INPUTS, TOKEN_NORM_EPS
+from edge0_runtime.contract.tier import Tier, head_key
+
+Parts = Mapping[str, mx.array]
+"""{part: its weights of all owners, transposed: [O, in, out]}."""
+
+
+def mlp(parts: Parts, x_O1F: mx.array) -> mx.array:
+    """fc2(gelu(fc1(x))) + linear_init(x): [O, 1, E]. The GELU is the exact (erf) one."""
+    hidden_O1W = nn.gelu(x_O1F @ parts["fc1"])
+    return hidden_O1W @ parts["fc2"] + x_O1F @ parts["linear_init"]
+
+
+KINDS: dict[str, Callable[[Parts, mx.array], mx.array]] = {"mlp": mlp}
+"""By the names of `HEAD_KINDS`."""
+
+
+def unit_rms(embedding_D: mx.array) -> mx.array:
+    """[D], in float32."""
+    embedding_D = embedding_D.astype(mx.float32)
+    return embedding_D * mx.rsqrt(mx.mean(mx.square(embedding_D)) + TOKEN_NORM_EPS)
 
 
 class Heads:
-    """logits = fc2(gelu(fc1(x))) + linear_init(x), for every owner.
+    """The heads of a tier.
 
     Attributes:
         owners: in the order of the stacks: the owners of the tier's consumers, then those whose output routes nothing.
@@ -28,45 +49,36 @@ class Heads:
         self.owners = (*(layer - 1 for layer in tier.consumers), *others)
         self.dtype = dtype
         self._tier = tier
-        self._fc1_OIW = self._stack(tensors, "fc1")
-        self._fc2_OWE = self._stack(tensors, "fc2")
-        self._linear_init_OIE = self._stack(tensors, "linear_init")
-        mx.eval(self._fc1_OIW, self._fc2_OWE, self._linear_init_OIE)
+        self._parts = {part: self._stack(tensors, part) for part in tier.head_parts}
+        mx.eval(self._parts)
 
     def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
-        stacked = np.stack([tensors[f"layers.{n}.{part}.weight"].T for n in self.owners])
+        stacked = np.stack([tensors[head_key(owner, part)].T for owner in self.owners])
         return mx.array(stacked).astype(self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Memory that the heads take."""
-        return sum(part.nbytes for part in (self._fc1_OIW, self._fc2_OWE, self._linear_init_OIE))
+        return sum(part.nbytes for part in self._parts.values())
 
-    def __call__(
-        self, hidden_OD: mx.array, current_OE: mx.array, previous_OE: mx.array, embedding_D: mx.array
-    ) -> mx.array:
+    def __call__(self, before: Mapping[str, mx.array], embedding_D: mx.array) -> mx.array:
         """Router logits [O, E] of the next layers at the next token.
 
         Args:
-            hidden_OD: the owners' MoE inputs at this token. current_OE, previous_OE: their routing at this token and the one
-                before, as rows of K ones.
-            embedding_D: the base's embedding of the next token; only token-aware heads look at it.
+            before: by the names of `HEAD_INPUTS`, what is of this token: hidden [O, D], routing and previous [O, E].
+            embedding_D: the base's embedding of the next token; only heads that see the token look at it.
         """
-        seen = [hidden_OD, current_OE, previous_OE]
-        if self._tier.token_aware:
-            token_D = _rms(embedding_D).astype(self.dtype)
-            seen.append(mx.broadcast_to(token_D, (len(self.owners), *token_D.shape)))
-        x_O1I = mx.concatenate(seen, axis=-1)[:, None, :]
-        hidden_O1W = nn.gelu(x_O1I @ self._fc1_OIW)  # the exact (erf) GELU
-        return (hidden_O1W @ self._fc2_OWE + x_O1I @ self._linear_init_OIE).squeeze(1)
+        names = self._tier.head_inputs
+        x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D) for name in names]
+        x_O1F = mx.concatenate(x_OF, axis=-1)[:, None, :]
+        return KINDS[self._tier.head](self._parts, x_O1F).squeeze(1)
+
+    def _token(self, embedding_D: mx.array) -> mx.array:
+        """The input `token`, the same for all owners: [O, D]."""
+        token_D = unit_rms(embedding_D).astype(self.dtype)
+        return mx.broadcast_to(token_D, (len(self.owners), *token_D.shape))
 
     def multi_hot(self, indices_OTK: mx.array) -> mx.array:
         """Experts as rows of K ones: [O, T, E]."""
         zeros_OTE = mx.zeros((*indices_OTK.shape[:-1], self._tier.num_experts), self.dtype)
         return mx.put_along_axis(zeros_OTE, indices_OTK, mx.array(1.0, self.dtype), axis=-1)
-
-
-def _rms(embedding_D: mx.array) -> mx.array:
-    """The token feature (`Tier.token_aware`), in float32."""
-    embedding_D = embedding_D.astype(mx.float32)
-    return embedding_D * mx.rsqrt(mx.mean(mx.square(embedding_D)) + TOKEN_NORM_EPS)

@@ -12,14 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from edge0_runtime.contract.artifacts import (
-    KINDS,
-    Adapter,
-    Kind,
-    check_binding,
-    find_adapter,
-    upstream_problems,
-)
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
+from edge0_runtime.contract.binding import check_binding, upstream_problems
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS, family

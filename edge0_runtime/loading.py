@@ -15,7 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from edge0_runtime.arms import DEFAULT, Parts, arm_class
-from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, find_adapter
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
+from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, builtin_tier

@@ -15,6 +15,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.links import ABSORBED, ABSORBED_HALVES
 from edge0_runtime.contract.tier import Lora
 
 
@@ -81,18 +82,20 @@ def _absorbed(
     (heads, nope), (_, values) = _heads_and_width(embed_q), unembed_out.weight.shape[:2]
     b_HRW = mx.unflatten(b_RO, 1, (heads, nope + values)).swapaxes(0, 1)
     key_HRN, value_HRV = mx.split(b_HRW, [nope], axis=-1)
+    # The first half goes from nope to the latent, the second from the latent to the values.
+    loras = (
+        LoRAMultiLinear(embed_q, key_HRN.mT, a_LR.T[None], scale),
+        LoRAMultiLinear(unembed_out, a_LR[None], value_HRV, scale),
+    )
     parent = path.rpartition(".")[0]
-    return [  # embed_q goes from nope to the latent, unembed_out from the latent to the values
-        (f"{parent}.embed_q", LoRAMultiLinear(embed_q, key_HRN.mT, a_LR.T[None], scale)),
-        (f"{parent}.unembed_out", LoRAMultiLinear(unembed_out, a_LR[None], value_HRV, scale)),
-    ]
+    return [(f"{parent}.{half}", lora) for half, lora in zip(ABSORBED_HALVES, loras, strict=True)]
 
 
 def _halves(path: str, modules: Mapping[str, nn.Module]) -> tuple[nn.Module, ...]:
     """(embed_q, unembed_out) of an absorbed kv_b_proj; () if `path` is none."""
     parent, _, name = path.rpartition(".")
-    found = [modules[at] for half in ("embed_q", "unembed_out") if (at := f"{parent}.{half}") in modules]
-    return tuple(found) if name == "kv_b_proj" and len(found) == 2 else ()
+    found = [modules[at] for half in ABSORBED_HALVES if (at := f"{parent}.{half}") in modules]
+    return tuple(found) if name == ABSORBED and len(found) == 2 else ()
 
 
 def _heads_and_width(module: nn.Module) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
+from edge0_runtime.contract.links import ABSORBED
 
 Weights = dict[str, mx.array]
 GROUP_SIZE = 64  # mlx's own, where config.json says nothing
@@ -105,7 +106,7 @@ def unpack_absorbed(weights: Weights, group_size: int, *, float32: bool) -> Weig
     """
     unpacked = dict(weights)
     for name in weights:
-        if not name.endswith(".kv_b_proj.scales"):
+        if not name.endswith(f".{ABSORBED}.scales"):
             continue
         module = name.removesuffix(".scales")
         packed, scales, biases = (unpacked.pop(f"{module}.{part}") for part in ("weight", "scales", "biases"))

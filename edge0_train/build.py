@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from edge0_runtime.contract.artifacts import Adapter, check_binding
+from edge0_runtime.contract.artifacts import Adapter
+from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file, strict_json
@@ -19,7 +20,7 @@ from edge0_train.adapters import BaseInfo, base_info, read_input
 from edge0_train.base import load_base, load_teacher
 from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import empty_model
-from edge0_train.base.names import family_names
+from edge0_train.base.names import mlx_config
 from edge0_train.base.weights import Residency
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
@@ -76,21 +77,21 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
 
     All it needs is a config.json: that of `base.directory`, or before phase=quantize has run, that of `base.source`.
     """
-    names = family_names(config.tier.family)
+    layout = config.tier.layout
     places = [Path(config.base.directory) / "config.json", Path(config.base.source) / "config.json"]
     file = next((path for path in places if path.is_file()), None)
     if file is None:
         raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
     try:
-        found = names.mlx_config(strict_json(file.read_bytes()))
+        found = mlx_config(layout, strict_json(file.read_bytes()))
     except (ValueError, AttributeError, KeyError) as error:
         raise Edge0Error(f"{file}: not a model's config.json ({error}); download it again") from error
     described = Checkpoint(file.parent, found, {})
     described.check_architecture(config.tier)
-    model = empty_model(described.text_config(), names, DTYPES[config.base.dtype])
+    model = empty_model(described.text_config(), layout, DTYPES[config.base.dtype])
     model.requires_grad_(False)
     if config.base.storage == "packed":
-        pack_sketch(model, found, names, DTYPES[config.base.dtype])
+        pack_sketch(model, found, layout, DTYPES[config.base.dtype])
     with torch.device("meta"):
         if lora:
             add_lora(model, config.tier)

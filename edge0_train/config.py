@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Tier, check_fields
+from edge0_runtime.contract.fields import check_fields
+from edge0_runtime.contract.tier import Tier
 from edge0_train.base.weights import RESIDENCIES
 
 PHASE_NAMES = (

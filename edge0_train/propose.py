@@ -22,12 +22,12 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.families import Family, family
+from edge0_runtime.contract.families import Family, families
 from edge0_runtime.contract.files import raise_problems, strict_json
 from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_train.base.layout import checkpoint_layout, expert_nbytes, nbytes
 from edge0_train.base.load import describe, empty_model
-from edge0_train.base.names import FamilyNames, families
+from edge0_train.base.names import mlx_config
 
 SETTINGS = ("base", "out", "k", "name")
 GIB = 2**30
@@ -107,22 +107,21 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
         raise Edge0Error(f"{path}: not strict JSON ({error}); download it again") from error
     if not isinstance(found, dict):
         raise Edge0Error(f"{path}: not a JSON object; download it again")
-    names = names_of(found)
-    config = names.mlx_config(found)
+    layout = family_of(found)
+    config = mlx_config(layout, found)
     text = config.get("text_config", config)
     raise_problems(
         str(path),
-        list(names.disagreements(text)),
+        list(layout.disagreements(text)),
         "what is trained would not be what is served: choose another model",
     )
-    layout = family(names.family)
     public = builtin_tier(layout.public_tier)
     architecture = {
         field: layout.config_value(text, field, None)
         for field in (*layout.required, *layout.from_zero, *layout.optional)
     }
     missing = sorted(f for f in (*layout.required, *layout.from_zero) if architecture[f] is None)
-    raise_problems(str(path), [f"{field}: missing" for field in missing], f"a {names.family} config.json has them")
+    raise_problems(str(path), [f"{field}: missing" for field in missing], f"a {layout.name} config.json has them")
     architecture = {field: value for field, value in architecture.items() if value is not None}
     k = k or max(1, architecture["num_experts_per_tok"] * public.k // public.base_k)
     label = re.sub("[^A-Za-z0-9._-]+", "-", directory.resolve().name)
@@ -130,9 +129,9 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
         {
             "name": name or f"{label.lower()}-k{k}",
             "model": label,
-            "family": names.family,
+            "family": layout.name,
             "k": k,
-            "router": _router(text, layout),
+            "router": layout.router_rule(text),
             "feature_topk": public.feature_topk,
             "first_token": public.first_token,
             **_owners(layout.moe_layers(architecture), architecture["num_hidden_layers"], public),
@@ -140,21 +139,21 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
             "lora": {
                 "r": public.lora.r,
                 "alpha": public.lora.alpha,
-                "targets": _targets(names.family, architecture),
+                "targets": layout.default_targets(architecture),
             },
             "architecture": architecture,
         }
     )
-    return Proposal(tier, _facts(tier, config, names))
+    return Proposal(tier, _facts(tier, config))
 
 
-def names_of(config: Mapping[str, Any]) -> FamilyNames:
+def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises Edge0Error that says what of an unsupported one is there and what is missing."""
     text = config.get("text_config")
     kinds = [config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None]
-    for names in families():
-        if names.hf_model_type in kinds or names.family in kinds:
-            return names
+    for layout in families():
+        if layout.hf_model_type in kinds or layout.name in kinds:
+            return layout
     kind = next((kind for kind in kinds if isinstance(kind, str)), None)
     if kind is None:
         raise Edge0Error("config.json: names no model_type; it is not a transformers or MLX model's")
@@ -166,21 +165,9 @@ def names_of(config: Mapping[str, Any]) -> FamilyNames:
     has = [f"{library} {'has' if there else 'has no'} model of that name" for library, there in classes.items()]
     raise Edge0Error(
         f"config.json model_type: {kind!r} is not supported; supported are"
-        f" {', '.join(sorted({names.hf_model_type for names in families()}))}. {'; '.join(has)}. A family needs both, a table"
-        " of tensor names in edge0_train/base/families, and its shapes in edge0_runtime/contract/more_families.py"
+        f" {', '.join(sorted({layout.hf_model_type for layout in families()}))}. {'; '.join(has)}. A family needs both, and"
+        " a file in edge0_runtime/contract/families"
     )
-
-
-def _router(config: Mapping[str, Any], layout: Family) -> dict[str, Any]:
-    if layout.expert_bias is None:
-        field = layout.renormalises
-        return {"kind": "softmax_topk", "renormalise": field is None or bool(config.get(field, True))}
-    return {
-        "kind": "sigmoid_group",
-        "n_group": config.get("n_group", 1),
-        "topk_group": config.get("topk_group", 1),
-        "scaling": config.get("routed_scaling_factor", 1.0),
-    }
 
 
 def _owners(moe: Sequence[int], layers: int, public: Tier) -> dict[str, list[int]]:
@@ -195,20 +182,13 @@ def _owners(moe: Sequence[int], layers: int, public: Tier) -> dict[str, list[int
     return {"owners": owners, "consumers": [n + 1 for n in owners]}
 
 
-def _targets(family_name: str, architecture: Mapping[str, Any]) -> list[str]:
-    """Every kind of linear module that a LoRA may sit on, but those that the family spares; in the layers' order."""
-    layout = family(family_name)
-    kinds = [path for n in range(architecture["num_hidden_layers"]) for path in layout.layer_modules(architecture, n)]
-    return [path for path in dict.fromkeys(kinds) if path not in layout.spared]
-
-
-def _facts(tier: Tier, config: Mapping[str, Any], names: FamilyNames) -> dict[str, str]:
+def _facts(tier: Tier, config: Mapping[str, Any]) -> dict[str, str]:
     text = config.get("text_config", config)
-    targets = checkpoint_layout({key: value for key, value in config.items() if key != "quantization"}, names)
+    targets = checkpoint_layout({key: value for key, value in config.items() if key != "quantization"}, tier.layout)
     stored = [nbytes(*kind) for target in targets for kind in target.stored().values()]
     experts = expert_nbytes(targets, tier)
     layers = len(tier.layout.moe_layers(tier.architecture))
-    bf16 = describe(empty_model(text, names, torch.bfloat16))
+    bf16 = describe(empty_model(text, tier.layout, torch.bfloat16))
     heads, lora = (2 * sum(a * b for a, b in shapes.values()) for shapes in (tier.head_tensors(), tier.lora_tensors()))
     return {
         "parameters": f"{bf16.parameters:,}, bf16 {bf16.bytes / GIB:.2f} GiB (to train on it, beside activations)",

@@ -26,11 +26,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from edge0_runtime.contract.artifacts import write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.heads import HEAD_KINDS
 from edge0_runtime.contract.provenance import Provenance
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import Tier, head_key
 from edge0_train.adapters import tool_version
 from edge0_train.base.layout import Target, checkpoint_layout, quantization_block
-from edge0_train.base.names import family_names
+from edge0_train.base.names import mlx_config, own_fields
 from edge0_train.base.quantize_model import COPIED
 from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
 from edge0_train.run import code_commit
@@ -73,19 +74,16 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
 
 def model_config(tier: Tier, **fields: Any) -> PreTrainedConfig:
     """transformers' config of the tier's architecture and router, with `fields` and the library's defaults elsewhere."""
-    router, aliases = tier.router, tier.layout.aliases
+    layout = tier.layout
     made = dict(tier.architecture) | NANO_IDS | fields
-    if router.kind == "sigmoid_group":
-        made |= {"n_group": router.n_group, "topk_group": router.topk_group, "routed_scaling_factor": router.scaling}
-    named = {aliases.get(name, name): value for name, value in made.items()}
-    return AutoConfig.for_model(family_names(tier.family).hf_model_type, **named)
+    made |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
+    named = {layout.aliases.get(name, name): value for name, value in made.items()}
+    return AutoConfig.for_model(layout.hf_model_type, **named)
 
 
 def synthetic_config(tier: Tier, **fields: Any) -> dict[str, Any]:
     """The config.json of `model_config`, which transformers and mlx-lm both read; not quantised yet."""
-    anyones = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-    made = model_config(tier, **fields).to_dict()
-    return family_names(tier.family).mlx_config({name: value for name, value in made.items() if name not in anyones})
+    return mlx_config(tier.layout, own_fields(model_config(tier, **fields)))
 
 
 def write_base(
@@ -99,9 +97,8 @@ def write_base(
         headers_only: leave all tensors zero, as holes: a file of the full size that takes no room.
     """
     directory = Path(directory)
-    names = family_names(tier.family)
     config = synthetic_config(tier)
-    targets = checkpoint_layout(config, names)
+    targets = checkpoint_layout(config, tier.layout)
     config["quantization"] = config["quantization_config"] = quantization_block(targets)
     groups = [Group(target.stored(), _maker(target, tier, seed) if not headers_only else tuple) for target in targets]
     total = sum(group.nbytes() for group in groups)
@@ -194,7 +191,7 @@ def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.nd
     """Heads whose layers need some of their experts for two tokens in a row.
 
     The only inputs that a head shares from one token to the next are the owner's routings: this token's set is the next
-    one's previous set. So both one-hot blocks of linear_init draw the consumer towards one and the same image of a set (a
+    one's previous set. So both one-hot blocks of the direct part draw the consumer towards one and the same image of a set (a
     permutation P of the experts, `strength` high), and the current block also holds a random matrix R, a hash of the set,
     that decides which of them win:
 
@@ -202,19 +199,20 @@ def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.nd
 
     Strength 0 leaves what R's images of half-equal sets share, a little over chance; without bound, everything is kept.
     """
-    experts, hidden = tier.num_experts, tier.hidden_size
+    kind, columns, experts = HEAD_KINDS[tier.head], tier.head_columns, tier.num_experts
     tensors: dict[str, np.ndarray] = {}
     for owner in tier.owners:
         random = np.random.default_rng([seed, 1, owner])
         image, hash_EE = _locality(tier, owner, seed)
-        linear = HEAD_NOISE * random.standard_normal((experts, tier.head_input)) / np.sqrt(hidden)
-        linear[:, hidden : hidden + experts] = strength * image + hash_EE
-        linear[:, hidden + experts : hidden + 2 * experts] = strength * image
-        tensors[f"layers.{owner}.linear_init.weight"] = linear.astype(np.float32)
-        fc1 = random.standard_normal((tier.head_width, tier.head_input)) / np.sqrt(tier.head_input)
-        fc2 = HEAD_NOISE * random.standard_normal((experts, tier.head_width)) / np.sqrt(tier.head_width)
-        tensors[f"layers.{owner}.fc1.weight"] = fc1.astype(np.float32)
-        tensors[f"layers.{owner}.fc2.weight"] = fc2.astype(np.float32)
+        linear = HEAD_NOISE * random.standard_normal((experts, tier.head_input)) / np.sqrt(tier.hidden_size)
+        linear[:, columns["routing"]] = strength * image + hash_EE
+        linear[:, columns["previous"]] = strength * image
+        tensors[head_key(owner, kind.direct)] = linear.astype(np.float32)
+        for part, shape in kind.tensors(tier.head_input, tier.head_width, experts).items():
+            if part != kind.direct:
+                gain = HEAD_NOISE if part in kind.adding else 1.0
+                values = gain * random.standard_normal(shape) / np.sqrt(shape[1])
+                tensors[head_key(owner, part)] = values.astype(np.float32)
     return tensors
 
 

@@ -24,11 +24,15 @@ from edge0_runtime.step import Step
 
 
 class Features(NamedTuple):
-    """What a pass leaves to the heads: the last token's MoE inputs, its routing, and the routing of the token before."""
+    """What a pass leaves to the heads, by the names of `HEAD_INPUTS`.
 
-    hidden_OD: mx.array
-    current_OE: mx.array
-    previous_OE: mx.array
+    Attributes:
+        hidden: [O, D], the last token's MoE inputs. routing, previous: [O, E], its routing and that of the token before.
+    """
+
+    hidden: mx.array
+    routing: mx.array
+    previous: mx.array
 
 
 class Prerouter(Lookahead):
@@ -54,8 +58,8 @@ class Prerouter(Lookahead):
             return
         assert coming.token is not None
         embedding_D = self.parts.embed(coming.token[None])[0]
-        seen: Features = last.features
-        logits_OE = self._heads(seen.hidden_OD, seen.current_OE, seen.previous_OE, embedding_D)
+        features: Features = last.features
+        logits_OE = self._heads(features._asdict(), embedding_D)
         coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k, embedding_D.dtype)
         for index, layer in enumerate(self._tier.consumers):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
@@ -87,7 +91,7 @@ class Prerouter(Lookahead):
         if last_OTE.shape[1] > 1:
             previous_OE = last_OTE[:, -2]
         elif last is not None and last.features is not None:  # the token before belongs to the pass before
-            previous_OE = last.features.current_OE
+            previous_OE = last.features.routing
         else:
             previous_OE = mx.zeros_like(last_OTE[:, -1])
         hidden_OD = mx.stack([step.inputs[n].astype(self._heads.dtype) for n in self._heads.owners])

@@ -5,14 +5,8 @@ Needs only NumPy, PyYAML and the standard library; neither torch nor MLX.
 Shape letters: T steps or input tokens, P prompt tokens, L MoE layers, K experts per token, N top logits.
 """
 
-from edge0_runtime.contract.artifacts import (
-    FORMAT_VERSION,
-    Adapter,
-    check_binding,
-    read_adapter,
-    upstream_problems,
-    write_adapter,
-)
+from edge0_runtime.contract.artifacts import FORMAT_VERSION, Adapter, read_adapter, write_adapter
+from edge0_runtime.contract.binding import check_binding, upstream_problems
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family

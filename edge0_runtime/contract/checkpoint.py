@@ -152,18 +152,17 @@ class Checkpoint:
         """
         config, layout = self.text_config(), tier.layout
         wanted = dict.fromkeys(layout.optional) | dict(tier.architecture)
-        if tier.router.kind == "sigmoid_group":
-            wanted |= {"n_group": tier.router.n_group, "topk_group": tier.router.topk_group}
-            wanted["routed_scaling_factor"] = tier.router.scaling
         problems = []
-        if (tier.router.kind == "sigmoid_group") != (layout.expert_bias is not None):
+        if tier.router.kind == layout.router_kind:
+            wanted |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
+        else:
             problems.append(f"router.kind: tier {tier.name} has {tier.router.kind}, {tier.family} routes otherwise")
         if layout.renormalises in config:
             wanted[layout.renormalises] = tier.router.renormalise
         for field, expected in wanted.items():
             actual = layout.config_value(config, field, None if field in layout.optional else "nothing")
-            if field == "full_attention_interval" and "layer_types" in config:
-                actual = _full_attention_interval(config["layer_types"], field, config)
+            if field in layout.derived:
+                actual = layout.derived[field](config, actual)
             if actual != expected:
                 problems.append(f"{field}: tier {tier.name} has {expected}, config.json has {actual}")
         raise_problems(
@@ -220,14 +219,3 @@ def _numbering_problems(found: set[str]) -> list[str]:
         expected = {f"{stem}-{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1)}
         problems += [f"shard {name} is missing" for name in sorted(expected - found)]
     return sorted(problems)
-
-
-def _full_attention_interval(layer_types: Any, field: str, config: Mapping[str, Any]) -> Any:
-    """The interval that `layer_types`, transformers' form of it, implies; if none, `layer_types` itself."""
-    full = [kind == "full_attention" for kind in layer_types] if isinstance(layer_types, list) else []
-    interval = full.index(True) + 1 if True in full else 0
-    if not interval or full != [(n + 1) % interval == 0 for n in range(len(full))]:
-        return layer_types
-    if config.get(field, interval) != interval:
-        return f"{config[field]}, but layer_types that imply {interval}"
-    return interval

@@ -1,67 +1,117 @@
-"""What a model family is to Edge0: names and shapes in its MLX checkpoint, nothing about its mathematics.
+"""What a model family is to Edge0: names and shapes in MLX and in transformers, nothing about its mathematics.
 
-A family answers three questions from a model's architecture numbers (the text part of its `config.json`):
-which layers have a router, which linear modules a recovery LoRA may sit on, and where the routed experts lie.
+A family is data, one file each in `families/`. By it the runtime finds the experts, training maps names both ways, and a tier
+follows from the model's architecture numbers (the text part of its `config.json`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from edge0_runtime.contract.links import Config, Link, without_layer
+
 Architecture = Mapping[str, Any]
+Fill = Callable[[str, Config], dict[str, Any]]
+"""(transformers' model_type, fields of a config.json) -> that model type's own fields, with transformers' defaults."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 QUANTISED_PARTS = ("weight", "scales", "biases")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names and shapes of one model family in MLX's checkpoint layout; fields are mlx-lm's (`ModelArgs`).
+    """Names and shapes of one model family; fields of config.json are mlx-lm's (`ModelArgs`).
 
     Attributes:
         name: the `family` of a tier; also the name of mlx-lm's module with the model class.
+        hf_model_type: transformers' model_type of the text model.
+
+        In MLX's checkpoint layout:
         layer_prefix: path of decoder layer N, with `{n}` for N.
         embedding: path of the token embedding.
         experts: path of the stacked routed experts below a layer, in mlx-lm's network and in what it converts.
+        other_experts: further paths below a layer under which published files hold the experts.
         router: path of the router below a layer.
-        required: architecture fields that the family's shapes are made of, whole numbers from 1.
-        layer_modules: (architecture, layer) -> {path below the layer: (in_features, out_features)} of the linear
-            modules that a recovery LoRA may sit on.
-        is_moe: (architecture, layer) -> whether the layer has routed experts.
         expert_bias: name of the expert bias below the router of a family whose router chooses the experts and their
             weights itself (sigmoid_group). None: its router is a linear layer, and the block chooses by its logits.
-        renormalises: the config.json field that says whether the chosen experts' weights are renormalised; None: they always are.
+        ignored: beginnings, below a layer, of the names of tensors in published files that the model has no use for.
+
+        In transformers' model:
+        hf_layer_prefix, hf_router, hf_expert_bias: likewise; the router returns logits, weights and indices, and has
+            `.weight` [E, H].
+        hf_recurrent: path below a layer of the mixer that carries a state; "" if the family has none.
+        is_recurrent: (architecture, layer) -> whether the layer's mixer is that one.
+        disk_renames: (pattern, replacement) that turn names in a transformers directory into those of the
+            state_dict, all applied in this order.
+        dropped: patterns of the beginnings of tensor names that belong to no text model: vision, multi-token
+            prediction.
+        spare_layers: layers of a checkpoint beyond the model's depth are multi-token prediction, to be dropped.
+
+        In both:
+        table: all parameters. Where several rows are about one parameter in one layer, checkpoints hold it in
+            different forms; the first is the one that we write.
+        agreed: {config field: value, or the function of config that gives it} at which both libraries compute the
+            same; both use that value when it is absent.
+        mlx_config: (a transformers or MLX config.json, what fills in transformers' defaults) -> config.json that mlx-lm and
+            transformers both read.
+
+        For tiers:
+        required: architecture fields that the family's shapes are made of, whole numbers from 1.
         from_zero: fields like the required ones, but whole numbers from 0. optional: whole numbers from 1, or absent,
             or null in config.json.
         num_experts: the field that counts the routed experts of a layer.
-        aliases: {field: the name that transformers saves it under}; where config.json has that name, it counts.
-        other_experts: further paths below a layer under which published files hold the experts.
         expert_width: the field that is a routed expert's width.
+        aliases: {field: the name that transformers saves it under}; where config.json has that name, it counts.
+        derived: {field: (config, its value by that name) -> its value, for one that config.json may say by another field too;
+            or what contradicts it}.
+        layer_modules: (architecture, layer) -> {path below the layer: (in_features, out_features)} of the linear
+            modules that a recovery LoRA may sit on.
+        is_moe: (architecture, layer) -> whether the layer has routed experts.
+        router_kind: of a tier's router. router_fields: {field of a tier's router: (config.json's name of it, its value where
+            config.json has none)}.
+        renormalises: the config.json field that says whether the chosen experts' weights are renormalised; None: they always are.
         spared: linear modules that a LoRA may sit on, but does not unless it is asked to.
         public_tier: the built-in tier whose rules a new tier of the family starts with: its public one, or else the 35b.
-        ignored: beginnings, below a layer, of the names of tensors in published files that the model has no use for.
     """
 
     name: str
+    hf_model_type: str
     layer_prefix: str
     embedding: str
     experts: str
     router: str
+    table: tuple[Link, ...]
+    mlx_config: Callable[[Config, Fill], dict[str, Any]]
     required: tuple[str, ...]
     layer_modules: Callable[[Architecture, int], dict[str, tuple[int, int]]]
-    is_moe: Callable[[Architecture, int], bool] = lambda arch, layer: True
+    other_experts: tuple[str, ...] = ()
     expert_bias: str | None = None
-    renormalises: str | None = None
+    ignored: tuple[str, ...] = ()
+    hf_layer_prefix: str = "model.layers.{n}"
+    hf_router: str = "mlp.gate"
+    hf_expert_bias: str = "e_score_correction_bias"
+    hf_recurrent: str = ""
+    is_recurrent: Callable[[Architecture, int], bool] = lambda arch, layer: False
+    disk_renames: tuple[tuple[str, str], ...] = ()
+    dropped: tuple[str, ...] = ()
+    spare_layers: bool = False
+    agreed: Mapping[str, Any] = field(default_factory=dict)
     from_zero: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     num_experts: str = "num_experts"
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    other_experts: tuple[str, ...] = ()
     expert_width: str = "moe_intermediate_size"
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Config, Any], Any]] = field(default_factory=dict)
+    is_moe: Callable[[Architecture, int], bool] = lambda arch, layer: True
+    router_kind: str = "softmax_topk"
+    router_fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    renormalises: str | None = None
     spared: tuple[str, ...] = ()
     public_tier: str = "35b"
-    ignored: tuple[str, ...] = ()
+
+    # -- what a tier asks ----------------------------------------------------------------------------------------------
 
     def layer_path(self, layer: int) -> str:
         """Path of decoder layer `layer`, e.g. `language_model.model.layers.3`."""
@@ -75,6 +125,11 @@ class Family:
             for path, shape in self.layer_modules(arch, layer).items()
         }
 
+    def default_targets(self, arch: Architecture) -> list[str]:
+        """Every kind of linear module that a LoRA may sit on, but those that are spared; in the layers' order."""
+        kinds = [path for layer in range(arch["num_hidden_layers"]) for path in self.layer_modules(arch, layer)]
+        return [path for path in dict.fromkeys(kinds) if path not in self.spared]
+
     def moe_layers(self, arch: Architecture) -> tuple[int, ...]:
         """Indices of the layers with routed experts."""
         return tuple(n for n in range(arch["num_hidden_layers"]) if self.is_moe(arch, n))
@@ -84,7 +139,55 @@ class Family:
         paths = (self.experts, *self.other_experts)
         return tuple(f"{self.layer_path(layer)}.{path}.{projection}.{part}" for path in paths)
 
-    def config_value(self, config: Mapping[str, Any], name: str, default: Any) -> Any:
+    def config_value(self, config: Config, name: str, default: Any) -> Any:
         """An architecture field in the text part of a config.json, whoever saved it; `default` if it has none."""
         alias = self.aliases.get(name, name)
         return config[alias] if alias in config else config.get(name, default)
+
+    def router_rule(self, config: Config) -> dict[str, Any]:
+        """Fields of a tier's router that routes as the base of that config.json does."""
+        rule = {name: config.get(field, default) for name, (field, default) in self.router_fields.items()}
+        if self.renormalises is not None:
+            rule["renormalise"] = bool(config.get(self.renormalises, True))
+        return {"kind": self.router_kind} | rule
+
+    # -- what transformers calls it ------------------------------------------------------------------------------------
+
+    def hf_router_path(self, layer: int) -> str:
+        """Path of a layer's router in transformers' model."""
+        return f"{self.hf_layer_prefix.format(n=layer)}.{self.hf_router}"
+
+    def hf_recurrent_paths(self, arch: Architecture) -> tuple[str, ...]:
+        """Paths of all mixers that carry a state, in transformers' model."""
+        layers = (n for n in range(arch["num_hidden_layers"]) if self.is_recurrent(arch, n))
+        return tuple(f"{self.hf_layer_prefix.format(n=n)}.{self.hf_recurrent}" for n in layers)
+
+    def links_of_hf(self, name: str, config: Config) -> tuple[Link, ...]:
+        """The rows about a transformers parameter, at its layer: the forms that checkpoints hold it in."""
+        general, layer = without_layer(name)
+        return tuple(link.at(layer) for link in self.table if link.hf == general and link.when(config, layer))
+
+    def link_of_mlx(self, name: str) -> Link | None:
+        """The row that an MLX tensor is part of, at its layer; None if there is none."""
+        general, layer = without_layer(name)
+        return next((link.at(layer) for link in self.table if general in link.mlx), None)
+
+    def is_dropped(self, name: str, config: Config) -> bool:
+        """Whether a checkpoint's tensor belongs to no text model."""
+        general, layer = without_layer(name)
+        spare = self.spare_layers and layer >= config["num_hidden_layers"]
+        ignored = general.partition(".layers.{n}.")[2].startswith(self.ignored)
+        return spare or ignored or any(re.match(pattern, name) for pattern in self.dropped)
+
+    def hf_name(self, disk_name: str) -> str:
+        """A name in a transformers directory as the state_dict has it; parts (`Link.disk`) stay parts."""
+        for pattern, replacement in self.disk_renames:
+            disk_name = re.sub(pattern, replacement, disk_name)
+        return disk_name
+
+    def disagreements(self, config: Config) -> Iterator[str]:
+        """Config values at which transformers and mlx-lm compute different things, a sentence each."""
+        for name, value in self.agreed.items():
+            agreed = value(config) if callable(value) else value
+            if config.get(name, agreed) != agreed:
+                yield f"{name}: {config[name]!r}; transformers and mlx-lm agree only at {agreed!r}"

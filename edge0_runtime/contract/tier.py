@@ -8,8 +8,6 @@ training, export, loading and `edge0_runtime tiers` cannot disagree.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +17,13 @@ import yaml
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
-from edge0_runtime.contract.timeline import FEATURE_TOPK_KINDS, FIRST_TOKEN_RULES, FeatureTopk, FirstToken
+from edge0_runtime.contract.fields import check_fields, count, flag, layers, positive, text, texts
+from edge0_runtime.contract.heads import HEAD_KINDS, columns, inputs_of
+from edge0_runtime.contract.tier_rules import validate
+from edge0_runtime.contract.timeline import FeatureTopk, FirstToken
 
-MAX_COUNT = 2**20
-MAX_LAYERS = 1024
-"""Bounds on what a stranger's file may ask us to build."""
-ROUTER_KINDS = ("softmax_topk", "sigmoid_group")
-TOKEN_NORM_EPS = 1e-6
-"""In the token feature of token-aware heads, see `Tier.token_aware`."""
+SETTINGS = "settings"
+"""Section of a tier's file that is not the tier's: how it is trained."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Tier:
     Attributes:
         name: the tier's name; part of the adapters' file names.
         model: the base model's public name.
-        family: a name of `families.py`.
+        family: a name of `families/`.
         architecture: the numbers of the base's (text) config.json that shapes follow from.
         k: served number of experts per token; the base's own is `architecture["num_experts_per_tok"]`.
         router: the routing rule.
@@ -82,10 +79,8 @@ class Tier:
         owners: layers that own a head. consumers: layers routed by prediction; each consumer's owner is the layer before.
         head_width: width of a head's hidden layer.
         lora: the recovery LoRA.
-        token_aware: heads see one more input, the token that the consumer's step processes: it has been sampled before the
-            heads must run. For token id v and the base's embedding row e = embed(v) [hidden_size] (the values that the base
-            itself embeds with, dequantised), the feature is e / sqrt(mean(e^2) + TOKEN_NORM_EPS) in float32, without a
-            learned weight; it comes last in the head's input. Not in the public project; absent in older files.
+        token_aware: heads see one more input, `token` of `heads.py`. Not in the public project; absent in older files.
+        head: kind of the heads, a name of `HEAD_KINDS`; absent in older files.
     """
 
     name: str
@@ -101,6 +96,7 @@ class Tier:
     head_width: int
     lora: Lora
     token_aware: bool = False
+    head: str = "mlp"
 
     # -- derived ---------------------------------------------------------------------------------------------------
 
@@ -137,18 +133,28 @@ class Tier:
         return self.consumers[0]
 
     @property
+    def head_inputs(self) -> tuple[str, ...]:
+        """What a head sees, in the order of its input: names of `HEAD_INPUTS`."""
+        return inputs_of(self.head, token_aware=self.token_aware)
+
+    @property
+    def head_columns(self) -> dict[str, slice]:
+        """{input: its columns in a head's input}."""
+        return columns(self.head_inputs, self.hidden_size, self.num_experts)
+
+    @property
     def head_input(self) -> int:
-        """Width of a head's input: hidden state, two multi-hot routings (docs/method.md 1.3), and the token if it is seen."""
-        return self.hidden_size + 2 * self.num_experts + self.hidden_size * self.token_aware
+        """Width of a head's input."""
+        return self.head_columns[self.head_inputs[-1]].stop
+
+    @property
+    def head_parts(self) -> dict[str, tuple[int, int]]:
+        """{part: [out, in]} of one head."""
+        return HEAD_KINDS[self.head].tensors(self.head_input, self.head_width, self.num_experts)
 
     def head_tensors(self) -> dict[str, tuple[int, int]]:
         """{key: [out, in]} of all tensors of the prerouter file."""
-        shapes = {
-            "fc1": (self.head_width, self.head_input),
-            "fc2": (self.num_experts, self.head_width),
-            "linear_init": (self.num_experts, self.head_input),
-        }
-        return {f"layers.{n}.{part}.weight": shape for n in self.owners for part, shape in shapes.items()}
+        return {head_key(n, part): shape for n in self.owners for part, shape in self.head_parts.items()}
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """{module path in the MLX checkpoint: (in_features, out_features)} of the LoRA's targets."""
@@ -188,161 +194,39 @@ class Tier:
             raise Edge0Error(f"tier.architecture: {data['architecture']!r} is not a mapping of fields to values")
         router, lora = data["router"], data["lora"]
         tier = cls(
-            name=_text("name", data["name"]),
-            model=_text("model", data["model"]),
-            family=_text("family", data["family"]),
+            name=text("name", data["name"]),
+            model=text("model", data["model"]),
+            family=text("family", data["family"]),
             architecture=dict(data["architecture"]),
-            k=_count("k", data["k"]),
+            k=count("k", data["k"]),
             router=Router(
-                kind=_text("router.kind", router["kind"]),
-                n_group=_count("router.n_group", router.get("n_group", 1)),
-                topk_group=_count("router.topk_group", router.get("topk_group", 1)),
-                scaling=_positive("router.scaling", router.get("scaling", 1.0)),
-                renormalise=_flag("router.renormalise", router.get("renormalise", True)),
-                mass_k=_count("router.mass_k", router.get("mass_k", 0), least=0),
+                kind=text("router.kind", router["kind"]),
+                n_group=count("router.n_group", router.get("n_group", 1)),
+                topk_group=count("router.topk_group", router.get("topk_group", 1)),
+                scaling=positive("router.scaling", router.get("scaling", 1.0)),
+                renormalise=flag("router.renormalise", router.get("renormalise", True)),
+                mass_k=count("router.mass_k", router.get("mass_k", 0), least=0),
             ),
             feature_topk=data["feature_topk"],
             first_token=data["first_token"],
-            owners=_layers("owners", data["owners"]),
-            consumers=_layers("consumers", data["consumers"]),
-            head_width=_count("head_width", data["head_width"]),
+            owners=layers("owners", data["owners"]),
+            consumers=layers("consumers", data["consumers"]),
+            head_width=count("head_width", data["head_width"]),
             lora=Lora(
-                r=_count("lora.r", lora["r"]),
-                alpha=_positive("lora.alpha", lora["alpha"]),
-                targets=tuple(_text("lora.targets", target) for target in _list("lora.targets", lora["targets"])),
+                r=count("lora.r", lora["r"]),
+                alpha=positive("lora.alpha", lora["alpha"]),
+                targets=texts("lora.targets", lora["targets"]),
             ),
-            token_aware=_flag("token_aware", data.get("token_aware", False)),
+            token_aware=flag("token_aware", data.get("token_aware", False)),
+            head=text("head", data.get("head", "mlp")),
         )
-        _validate(tier)
+        validate(tier)
         return tier
 
 
-def check_fields(where: str, cls: type, data: Mapping[str, Any]) -> None:
-    """Raise Edge0Error unless `data` has exactly the fields of the dataclass `cls` (those with a default may be absent)."""
-    if not isinstance(data, Mapping):
-        raise Edge0Error(f"{where}: {data!r} is not a mapping of fields to values")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(data) - set(fields))
-    missing = sorted(n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in data)
-    if unknown or missing:
-        parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
-        raise Edge0Error(f"{where}: fields {'; '.join(parts)}; the fields are {', '.join(fields)}")
-
-
-def _layers(field: str, value: Any) -> tuple[int, ...]:
-    """A list of layer indices, or {first, last} for a run of them."""
-    if isinstance(value, Mapping) and set(value) == {"first", "last"}:
-        first, last = value["first"], value["last"]
-        if type(first) is int and type(last) is int and 0 <= first <= last < MAX_COUNT:
-            return tuple(range(first, last + 1))
-    elif isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
-        return tuple(value)
-    raise Edge0Error(f"tier.{field}: {value!r} is neither a list of layer indices nor {{first: N, last: M}}")
-
-
-def _text(field: str, value: Any) -> str:
-    """A plain name: it becomes part of file names and messages, and tiers are read from strangers' files."""
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
-        raise Edge0Error(
-            f"tier.{field}: {value!r} is not a plain name of letters, digits, dots, dashes and underscores"
-        )
-    return value
-
-
-def _count(field: str, value: Any, least: int = 1) -> int:
-    if type(value) is not int or not least <= value <= MAX_COUNT:
-        raise Edge0Error(f"tier.{field}: {value!r} is not a whole number of at least {least} (and at most {MAX_COUNT})")
-    return value
-
-
-def _positive(field: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise Edge0Error(f"tier.{field}: {value!r} is not a number larger than 0")
-    return float(value)
-
-
-def _flag(field: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise Edge0Error(f"tier.{field}: {value!r} is neither true nor false")
-    return value
-
-
-def _list(field: str, value: Any) -> list[Any] | tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise Edge0Error(f"tier.{field}: {value!r} is not a list")
-    return value
-
-
-def _validate(tier: Tier) -> None:
-    layout = tier.layout
-    missing = [name for name in (*layout.required, *layout.from_zero) if name not in tier.architecture]
-    if missing:
-        raise Edge0Error(
-            f"tier.architecture: {', '.join(missing)} missing for family {tier.family}; copy from the base's config.json"
-        )
-    router = tier.router
-    for name, value, allowed in (
-        ("router.kind", router.kind, ROUTER_KINDS),
-        ("feature_topk", tier.feature_topk, FEATURE_TOPK_KINDS),
-        ("first_token", tier.first_token, FIRST_TOKEN_RULES),
-    ):
-        if value not in allowed:
-            raise Edge0Error(f"tier.{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
-    for name in layout.required:
-        _count(f"architecture.{name}", tier.architecture[name])
-    for name in layout.from_zero:
-        _count(f"architecture.{name}", tier.architecture[name], least=0)
-    for name in layout.optional:
-        if tier.architecture.get(name) is not None:
-            _count(f"architecture.{name}", tier.architecture[name])
-    if tier.num_layers > MAX_LAYERS:
-        raise Edge0Error(f"tier.architecture.num_hidden_layers: {tier.num_layers} is more than {MAX_LAYERS}")
-    if tier.k > tier.num_experts:
-        raise Edge0Error(
-            f"tier.k: {tier.k} is larger than the {tier.num_experts} experts of {tier.model}; lower tier.k"
-        )
-    if not router.renormalise and layout.renormalises is None:
-        raise Edge0Error(f"tier.router.renormalise: {tier.family} always renormalises; it must be true")
-    if router.mass_k and (router.kind != "softmax_topk" or not tier.k <= router.mass_k <= tier.num_experts):
-        raise Edge0Error(
-            f"tier.router.mass_k: {router.mass_k} must be 0, or with softmax_topk from k = {tier.k} to the"
-            f" {tier.num_experts} experts"
-        )
-    if router.kind == "sigmoid_group" and tier.num_experts % router.n_group:
-        raise Edge0Error(f"tier.router.n_group: {router.n_group} does not divide {tier.num_experts} experts")
-    if not 1 <= router.topk_group <= router.n_group:
-        raise Edge0Error(f"tier.router.topk_group: {router.topk_group} must lie in 1..n_group = {router.n_group}")
-    group_room = router.topk_group * (tier.num_experts // router.n_group)
-    if tier.k > group_room:
-        raise Edge0Error(
-            f"tier.k: {tier.k} does not fit the {group_room} experts of topk_group = {router.topk_group} groups"
-        )
-
-    moe = set(layout.moe_layers(tier.architecture))
-    if not moe:
-        raise Edge0Error(
-            f"tier.architecture: none of its {tier.num_layers} layers has routed experts; choose a MoE base"
-        )
-    if not tier.owners or list(tier.owners) != sorted(set(tier.owners)):
-        raise Edge0Error(f"tier.owners: {list(tier.owners)} must be layer indices, rising and each once")
-    outside = [n for n in tier.owners if n not in moe or n + 1 not in moe]
-    if outside:
-        raise Edge0Error(
-            f"tier.owners: {outside} of a model with {tier.num_layers} layers; an owner and the layer after it must both"
-            f" have routed experts: choose owners from {min(moe)}..{max(moe) - 1}"
-        )
-    if not tier.consumers or list(tier.consumers) != sorted(set(tier.consumers)):
-        raise Edge0Error(f"tier.consumers: {list(tier.consumers)} must be layer indices, rising and each once")
-    orphans = [n for n in tier.consumers if n - 1 not in tier.owners]
-    if orphans:
-        raise Edge0Error(f"tier.consumers: {orphans} have no head; the layer before a consumer must be in tier.owners")
-
-    known = {path.split(".layers.", 1)[1].split(".", 1)[1] for path in layout.linear_modules(tier.architecture)}
-    strangers = [target for target in tier.lora.targets if target not in known]
-    if strangers or not tier.lora.targets:
-        raise Edge0Error(
-            f"tier.lora.targets: {strangers} match no module of {tier.family}; choose from {', '.join(sorted(known))}"
-        )
+def head_key(owner: int, part: str) -> str:
+    """Key of one tensor of a head in the prerouter file."""
+    return f"layers.{owner}.{part}.weight"
 
 
 def tier_directory() -> Path:
@@ -360,14 +244,20 @@ def read_tier(name: str) -> Tier:
     if not name.endswith(".yaml"):
         return builtin_tier(name)
     try:
-        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        return _tier_of_file(Path(name))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise Edge0Error(f"tier: {name} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    return Tier.from_dict(data)
 
 
 def builtin_tier(name: str) -> Tier:
     """The tier `name` that comes with the project. Raises Edge0Error naming the known ones."""
     if name not in builtin_tier_names():
         raise Edge0Error(f"tier: {name!r} is unknown; choose one of {', '.join(builtin_tier_names())}")
-    return Tier.from_dict(yaml.safe_load((tier_directory() / f"{name}.yaml").read_text(encoding="utf-8")))
+    return _tier_of_file(tier_directory() / f"{name}.yaml")
+
+
+def _tier_of_file(path: Path) -> Tier:
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if isinstance(data, dict):
+        data.pop(SETTINGS, None)
+    return Tier.from_dict(data)

@@ -6,7 +6,7 @@
     transformers_module   module path in MLX names -> in transformers' names; mlx_module is the way back
     WeightSource          where tensors come from, module by module: the seam for packed and streamed storage
 
-`affine.py` is MLX's quantisation in torch, `names.py` the one table of names per family, `weights.py` the strict
+`affine.py` is MLX's quantisation in torch, `links.py` what a family's table of names does to tensors, `weights.py` the strict
 reader between them.
 """
 

@@ -1,7 +1,7 @@
 """What an int4 checkpoint of a family holds, from its config.json alone: every tensor's name, shape and dtype.
 
-    layout = checkpoint_layout(config, family_names("qwen3_5_moe"))
-    {name: kind for target in layout for name, kind in target.stored().items()}    # 1,757 tensors for tier 35b
+    targets = checkpoint_layout(config, family("qwen3_5_moe"))
+    {name: kind for target in targets for name, kind in target.stored().items()}    # 1,757 tensors for tier 35b
 
 Shapes are those of transformers' model on the meta device; no weights are needed. Quantising writes by this plan,
 and what a loader must find is the same list.
@@ -19,12 +19,13 @@ import torch
 from transformers import PreTrainedModel
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
+from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS, Family
 from edge0_runtime.contract.files import raise_problems
+from edge0_runtime.contract.links import Link
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.affine import quantize
+from edge0_train.base.links import to_mlx
 from edge0_train.base.load import empty_model, parameter_shapes
-from edge0_train.base.names import FamilyNames, Link
 from edge0_train.base.packed import pack, packable
 from edge0_train.base.weights import Codes
 
@@ -89,11 +90,11 @@ def link_targets(link: Link, shapes: Sequence[tuple[int, ...]], dtype: torch.dty
     )
 
 
-def checkpoint_layout(config: Mapping[str, Any], names: FamilyNames) -> list[Target]:
+def checkpoint_layout(config: Mapping[str, Any], layout: Family) -> list[Target]:
     """All tensors of an int4 checkpoint, in the model's order.
 
     Args:
-        config: a config.json as `FamilyNames.mlx_config` returns it; bfloat16 where it names no dtype.
+        config: a config.json as `names.mlx_config` returns it; bfloat16 where it names no dtype.
 
     Raises:
         Edge0Error: a parameter of the transformers model has no row in its name table (all are listed).
@@ -103,20 +104,20 @@ def checkpoint_layout(config: Mapping[str, Any], names: FamilyNames) -> list[Tar
     targets: list[Target] = []
     problems: list[str] = []
     text_config = config.get("text_config", config)
-    for hf_name, shape in parameter_shapes(empty_model(text_config, names, torch.float32)).items():
-        links = names.links_of_hf(hf_name, text_config)
+    for hf_name, shape in parameter_shapes(empty_model(text_config, layout, torch.float32)).items():
+        links = layout.links_of_hf(hf_name, text_config)
         if not links:
             problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
             continue
-        made = links[0].to_mlx(torch.empty(shape, device="meta"), text_config)
+        made = to_mlx(links[0], torch.empty(shape, device="meta"), text_config)
         targets += link_targets(links[0], [tuple(tensor.shape) for tensor in made], cast)
-    raise_problems(f"family {names.family}: no layout", problems, "add the rows")
+    raise_problems(f"family {layout.name}: no layout", problems, "add the rows")
     return targets
 
 
-def pack_sketch(model: PreTrainedModel, config: Mapping[str, Any], names: FamilyNames, dtype: torch.dtype) -> None:
+def pack_sketch(model: PreTrainedModel, config: Mapping[str, Any], layout: Family, dtype: torch.dtype) -> None:
     """Pack a model on the meta device as an int4 checkpoint of ours would have it: sizes without a checkpoint."""
-    targets = {target.module: target for target in checkpoint_layout(config, names) if target.bits}
+    targets = {target.module: target for target in checkpoint_layout(config, layout) if target.bits}
     links = {target.link.hf: target.link for target in targets.values()}
 
     def codes(module: str) -> Codes:

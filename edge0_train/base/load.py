@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import Family
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.tier import Tier
-from edge0_train.base.names import FamilyNames, family_names
 from edge0_train.base.packed import pack, packable
 from edge0_train.base.weights import MlxWeights, Residency, WeightSource
 
@@ -72,9 +72,8 @@ def load_base(
         raise Edge0Error(f"base.dtype: {dtype} is not supported; choose float32 or bfloat16")
     checkpoint = Checkpoint.open(directory)
     checkpoint.check_architecture(tier)
-    names = family_names(tier.family)
-    model = empty_model(checkpoint.text_config(), names, dtype)
-    source = MlxWeights.open(checkpoint, names, parameter_shapes(model))
+    model = empty_model(checkpoint.text_config(), tier.layout, dtype)
+    source = MlxWeights.open(checkpoint, tier.layout, parameter_shapes(model))
     device = torch.device(device)
     held = packable(model, source.links, source.quantised) if packed else frozenset()
     rest = {name: link for name, link in source.links.items() if name not in held}
@@ -86,7 +85,7 @@ def load_base(
     return model, BaseReport(checkpoint.fingerprint(), dict(modules), len(source.dropped))
 
 
-def empty_model(text_config: Mapping[str, Any], names: FamilyNames, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(text_config: Mapping[str, Any], layout: Family, dtype: torch.dtype) -> PreTrainedModel:
     """The family's transformers model on the meta device: modules and shapes, no values.
 
     Raises:
@@ -94,11 +93,11 @@ def empty_model(text_config: Mapping[str, Any], names: FamilyNames, dtype: torch
     """
     raise_problems(
         "config.json",
-        list(names.disagreements(text_config)),
+        list(layout.disagreements(text_config)),
         "what is trained would not be what is served: choose another model",
     )
     fields = {key: value for key, value in text_config.items() if key not in _NOT_ARCHITECTURE}
-    config = AutoConfig.for_model(names.hf_model_type, **fields)
+    config = AutoConfig.for_model(layout.hf_model_type, **fields)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

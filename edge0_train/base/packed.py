@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from edge0_train.base.names import Link
+from edge0_runtime.contract.links import Link
 from edge0_train.base.weights import Codes
 
 

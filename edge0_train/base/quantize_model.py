@@ -21,11 +21,14 @@ import torch
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import Family
 from edge0_runtime.contract.files import raise_problems
+from edge0_runtime.contract.links import Link
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.layout import Target, cast_dtype, link_targets, quantization_block
+from edge0_train.base.links import from_part, to_mlx
 from edge0_train.base.load import empty_model, parameter_shapes
-from edge0_train.base.names import FamilyNames, Link, family_names
+from edge0_train.base.names import mlx_config
 from edge0_train.base.shards import SHARD_BYTES, Group, check_new, new_directory, write_json, write_shards
 from edge0_train.base.weights import FLOATS, TORCH_DTYPES, read_tensor
 
@@ -60,9 +63,9 @@ class Job:
         """The float MLX tensors, one per target."""
         for names in self.parts:
             tensors = [read_tensor(*source.entries[name]) for name in names]
-            yield self.link.part(torch.stack(tensors) if self.link.per_expert else tensors[0])
+            yield from_part(self.link, torch.stack(tensors) if self.link.per_expert else tensors[0])
         if not self.parts:
-            yield from self.link.to_mlx(read_tensor(*source.entries[self.whole]), self.config)
+            yield from to_mlx(self.link, read_tensor(*source.entries[self.whole]), self.config)
 
     def group(self, source: Checkpoint) -> Group:
         """What it writes."""
@@ -92,7 +95,7 @@ def quantize_checkpoint(
     """
     out_dir = Path(out_dir)
     check_new(out_dir)
-    names = family_names(tier.family)
+    layout = tier.layout
     source = Checkpoint.open(source_dir)
     source.check_architecture(tier)
     if {"quantization", "quantization_config"} & (source.config.keys() | source.text_config().keys()):
@@ -102,8 +105,8 @@ def quantize_checkpoint(
         )
     if not (source.directory / "tokenizer.json").is_file():
         raise Edge0Error(f"{source.directory}: has no tokenizer.json; save the tokenizer beside the model")
-    config = _deployed_config(source, names)
-    jobs, dropped = _plan(source, config, names)
+    config = _deployed_config(source, layout)
+    jobs, dropped = _plan(source, config, layout)
     targets = [target for job in jobs for target in job.targets]
     config["quantization"] = config["quantization_config"] = quantization_block(targets)
 
@@ -129,9 +132,9 @@ def quantize_checkpoint(
     }
 
 
-def _deployed_config(source: Checkpoint, names: FamilyNames) -> dict[str, Any]:
+def _deployed_config(source: Checkpoint, layout: Family) -> dict[str, Any]:
     """config.json for mlx-lm and transformers; as mlx-lm does, with generation_config.json's end tokens."""
-    config = names.mlx_config(source.config)
+    config = mlx_config(layout, source.config)
     path = source.directory / "generation_config.json"
     if path.is_file():
         generation = json.loads(path.read_text(encoding="utf-8"))
@@ -140,36 +143,36 @@ def _deployed_config(source: Checkpoint, names: FamilyNames) -> dict[str, Any]:
     return config
 
 
-def _plan(source: Checkpoint, config: Mapping[str, Any], names: FamilyNames) -> tuple[list[Job], int]:
+def _plan(source: Checkpoint, config: Mapping[str, Any], layout: Family) -> tuple[list[Job], int]:
     """What each transformers parameter becomes, in the model's order, and how many tensors are dropped.
 
     Raises Edge0Error listing every tensor that is missing, left over, or of a wrong shape or dtype.
     """
     text_config = config.get("text_config", config)
     cast = cast_dtype(config)
-    shapes = parameter_shapes(empty_model(text_config, names, torch.float32))
-    wanted = [name for name in source.entries if not names.is_dropped(name, text_config)]
-    on_disk = {names.hf_name(name): name for name in wanted}
+    shapes = parameter_shapes(empty_model(text_config, layout, torch.float32))
+    wanted = [name for name in source.entries if not layout.is_dropped(name, text_config)]
+    on_disk = {layout.hf_name(name): name for name in wanted}
     left_over = set(on_disk)
     jobs: list[Job] = []
     problems = [
-        f"{name}: the same parameter as {on_disk[names.hf_name(name)]}"
+        f"{name}: the same parameter as {on_disk[layout.hf_name(name)]}"
         for name in wanted
-        if on_disk[names.hf_name(name)] != name
+        if on_disk[layout.hf_name(name)] != name
     ]
     for hf_name, shape in shapes.items():
-        links = names.links_of_hf(hf_name, text_config)
+        links = layout.links_of_hf(hf_name, text_config)
         if not links:
             problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
             continue
         link = links[0]
-        made = link.to_mlx(torch.empty(shape, device="meta"), text_config)
+        made = to_mlx(link, torch.empty(shape, device="meta"), text_config)
         pieces = {hf_name: tuple(shape)}
         parts: tuple[tuple[str, ...], ...] = ()
         if link.disk and hf_name not in on_disk:
             count = shape[0] if link.per_expert else 1
             parts = tuple(tuple(name.replace("{e}", str(e)) for e in range(count)) for name in link.disk)
-            on_part = [tuple(link.part(tensor).shape)[link.per_expert :] for tensor in made]
+            on_part = [tuple(from_part(link, tensor).shape)[link.per_expert :] for tensor in made]
             pieces = {name: part for group, part in zip(parts, on_part, strict=True) for name in group}
         found = {name: source.entries[on_disk[name]][1] for name in pieces if name in on_disk}
         left_over.difference_update(found)

@@ -15,10 +15,12 @@ import torch
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import Family
 from edge0_runtime.contract.files import open_regular, raise_problems, read_exact
+from edge0_runtime.contract.links import Link
 from edge0_runtime.contract.strict_safetensors import Header, TensorEntry
 from edge0_train.base.affine import dequantize_once, infer_bits
-from edge0_train.base.names import FamilyNames, Link
+from edge0_train.base.links import hf_shape, to_hf
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U32": torch.uint32}
 FLOATS = ("F32", "BF16", "F16")
@@ -102,7 +104,7 @@ class MlxWeights:
     dropped: tuple[str, ...]
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint, names: FamilyNames, shapes: Mapping[str, tuple[int, ...]]) -> MlxWeights:
+    def open(cls, checkpoint: Checkpoint, layout: Family, shapes: Mapping[str, tuple[int, ...]]) -> MlxWeights:
         """Compare headers, config.json and model; reads no data.
 
         Args:
@@ -113,13 +115,13 @@ class MlxWeights:
                 contradicts config.json.
         """
         config = checkpoint.text_config()
-        dropped = tuple(sorted(name for name in checkpoint.entries if names.is_dropped(name, config)))
+        dropped = tuple(sorted(name for name in checkpoint.entries if layout.is_dropped(name, config)))
         left_over = set(checkpoint.entries) - set(dropped)
         links: dict[str, Link] = {}
         quantised: dict[str, Quantisation] = {}
         problems: list[str] = []
         for hf_name, shape in shapes.items():
-            forms = [_Form.of(checkpoint, link, shape) for link in names.links_of_hf(hf_name, config)]
+            forms = [_Form.of(checkpoint, link, shape) for link in layout.links_of_hf(hf_name, config)]
             if not forms:
                 problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
                 continue
@@ -143,7 +145,7 @@ class MlxWeights:
         for hf_name, link in self.links.items():
             if hf_name.startswith(prefix):
                 wanted = torch.float32 if link.float32 else dtype
-                yield hf_name, link.to_hf([self._tensor(name, wanted, device) for name in link.mlx])
+                yield hf_name, to_hf(link, [self._tensor(name, wanted, device) for name in link.mlx])
 
     def _tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One MLX tensor, dequantised if need be: packed words travel to the device, not their expansion."""
@@ -245,7 +247,7 @@ def _entry(checkpoint: Checkpoint, name: str) -> TensorEntry:
 
 def _fits(link: Link, found: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     try:
-        return link.hf_shape(found) == shape
+        return hf_shape(link, found) == shape
     except (RuntimeError, IndexError):  # not even of the right rank
         return False
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
+from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import read_input
 from edge0_train.config import Config

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, check_binding, read_adapter, upstream_problems
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter
+from edge0_runtime.contract.binding import check_binding, upstream_problems
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace

@@ -1,6 +1,6 @@
-"""Prerouter heads (docs/method.md 1.3): logits = fc2(gelu(fc1(x))) + linear_init(x), no biases, one head per owner layer.
+"""Prerouter heads in torch (docs/method.md 1.3): one module a kind of `contract/heads.py`, one head per owner layer.
 
-x is the owner's features of the input before; token-aware heads also see the token being routed (`Tier.token_aware`).
+A head's input x is what it sees of the input before, and, if it is told, of the input being routed itself (`HeadInput.of`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,49 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from edge0_runtime.contract.heads import HEAD_INPUTS, TOKEN_NORM_EPS
 from edge0_runtime.contract.tier import Tier
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def inputs_before(tier: Tier, known: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What heads see of an input when they route the next one: [B, T, F], float32, in the tier's order.
+
+    Args:
+        known: {name: value} of an owner's inputs: hidden [B, T, H], routing and previous [B, T, E].
+    """
+    names = [name for name in tier.head_inputs if HEAD_INPUTS[name].of == "before"]
+    return torch.cat([known[name].float() for name in names], dim=-1)
+
+
+def inputs_of_token(tier: Tier, embed: nn.Module, input_ids_BT: torch.Tensor) -> torch.Tensor | None:
+    """What heads see of the very input that they route: [B, T, F], float32; None if that is nothing."""
+    makers = {"token": lambda: _unit_rms(embed(input_ids_BT).float())}
+    made = [makers[name]() for name in tier.head_inputs if HEAD_INPUTS[name].of == "token"]
+    return torch.cat(made, dim=-1) if made else None
+
+
+def _unit_rms(embedding_BTH: torch.Tensor) -> torch.Tensor:
+    return embedding_BTH * torch.rsqrt(embedding_BTH.square().mean(-1, keepdim=True) + TOKEN_NORM_EPS)
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
 
 
 class Head(nn.Module):
-    """The head of one owner layer: x [..., F] -> logits over the next layer's experts [..., E]."""
+    """One head: x [..., F] -> logits over the next layer's experts [..., E]. Parameters are its kind's tensors, `<part>.weight`.
+
+    A kind is made of (width of the input F, `Tier.head_width`, experts E).
+    """
+
+    def start_from(self, router_EH: torch.Tensor, hidden: slice) -> None:
+        """Make the logits those of a router at the columns `hidden` of x, in a way that all parts can still be trained."""
+        raise NotImplementedError
+
+
+class MlpHead(Head):
+    """logits = fc2(gelu(fc1(x))) + linear_init(x), no biases."""
 
     def __init__(self, inputs: int, width: int, experts: int):
         super().__init__()
@@ -27,14 +65,25 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="none")) + self.linear_init(x)
 
+    def start_from(self, router_EH: torch.Tensor, hidden: slice) -> None:
+        """fc2 starts at zero; fc1 keeps torch's random initialisation."""
+        self.linear_init.weight.zero_()
+        self.linear_init.weight[:, hidden] = router_EH.float()
+        self.fc2.weight.zero_()
+
+
+HEADS: dict[str, Callable[[int, int, int], Head]] = {"mlp": MlpHead}
+"""By the names of `HEAD_KINDS`."""
+
 
 class PrerouterHeads(nn.Module):
-    """All heads of a tier, in float32. Parameter names are the artifact's keys (`layers.<owner>.fc1.weight`, ...)."""
+    """All heads of a tier, in float32. Parameter names are the artifact's keys (`layers.<owner>.<part>.weight`)."""
 
     def __init__(self, tier: Tier):
         super().__init__()
+        self.tier = tier
         self.layers = nn.ModuleDict(
-            {str(n): Head(tier.head_input, tier.head_width, tier.num_experts) for n in tier.owners}
+            {str(n): HEADS[tier.head](tier.head_input, tier.head_width, tier.num_experts) for n in tier.owners}
         )
 
     def forward(self, owner: int, features: torch.Tensor) -> torch.Tensor:
@@ -48,15 +97,11 @@ class PrerouterHeads(nn.Module):
         Args:
             router_weight: layer -> its router's weight [E, H].
 
-        fc2 starts at zero so that the first logits are exactly the warm start's; fc1 keeps torch's random initialisation.
-        Whatever else a head sees, the token included, starts without a say.
+        The first logits are exactly the warm start's: whatever else a head sees, the token included, starts without a say.
         """
         for owner, head in self.layers.items():
             assert isinstance(head, Head)
-            weight_EH = router_weight(int(owner) + 1)
-            head.linear_init.weight.zero_()
-            head.linear_init.weight[:, : weight_EH.shape[1]] = weight_EH.float()
-            head.fc2.weight.zero_()
+            head.start_from(router_weight(int(owner) + 1), self.tier.head_columns["hidden"])
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:

@@ -26,7 +26,7 @@ def add_lora(model: nn.Module, tier: Tier) -> nn.Module:
     """
     wanted = {transformers_module(tier.family, path) for path in tier.lora_modules()}
     # Into the layers, not into the model: of a transformers model PEFT takes every `gate_proj` for one of routed experts.
-    below = "model.layers."
+    below = tier.layout.hf_layer_prefix.removesuffix("{n}")
     targets = sorted(name.removeprefix(below) for name in wanted)
     config = LoraConfig(r=tier.lora.r, lora_alpha=tier.lora.alpha, target_modules=targets, bias="none")
     inject_adapter_in_model(config, model.get_submodule(below.rstrip(".")), adapter_name=ADAPTER)

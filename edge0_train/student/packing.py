@@ -7,7 +7,7 @@ the row is taken apart into one padded row a document, and put together again be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,8 @@ class Documents:
         return x_DLH[self.document_N, self.within_N].view(*shape[:2], -1)
 
 
-def isolate_documents(model: Any, current: Callable[[], Documents | None]) -> None:
-    """Hook every recurrent mixer of `model`: it runs document by document while `current()` is not None."""
+def isolate_documents(mixers: Iterable[nn.Module], current: Callable[[], Documents | None]) -> None:
+    """Hook the recurrent `mixers` of a model: they run document by document while `current()` is not None."""
 
     def before(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         documents = current()
@@ -67,9 +67,6 @@ def isolate_documents(model: Any, current: Callable[[], Documents | None]) -> No
         documents = current()
         return None if documents is None else documents.put_together(output, documents.position_BT.shape)
 
-    kinds = getattr(model.config, "layer_types", None) or []  # families without recurrent layers may lack it
-    for layer, kind in zip(model.model.layers, kinds, strict=False):
-        if kind == "linear_attention":
-            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
-            mixer.register_forward_pre_hook(before, with_kwargs=True)
-            mixer.register_forward_hook(after, with_kwargs=True)
+    for mixer in mixers:
+        mixer.register_forward_pre_hook(before, with_kwargs=True)
+        mixer.register_forward_hook(after, with_kwargs=True)

@@ -1,11 +1,11 @@
 """The student path: prediction IS routing, in parallel over a sequence and token by token with a cache.
 
-The path touches the base at one point only: a forward hook on every layer's router (`mlp.gate`, which returns logits,
-weights and indices, in all families here). The hook sees the layer's MoE input h(N, t) and its own router logits, and its
+The path touches the base at one point only: a forward hook on every layer's router (`Family.hf_router`, which returns logits,
+weights and indices). The hook sees the layer's MoE input h(N, t) and its own router logits, and its
 return value is the routing that the block executes. Layer N+1's routing at input t needs layer N's features at input t-1 alone
 (docs/method.md 1.5), so one pass over a whole sequence shifts the features by one position and evaluates each head where its
 routing is used; a decode step is the same code with the last position's features carried over in a `PrerouterState`. Being
-evaluated where it is used, a token-aware head (`Tier.token_aware`) finds the token that it may see at its own position.
+evaluated where it is used, a head that sees the token itself (`HeadInput.of`) finds it at its own position.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge0_runtime.contract.tier import TOKEN_NORM_EPS, Tier
+from edge0_runtime.contract.tier import Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
-from edge0_train.base.names import family_names
-from edge0_train.student.heads import PrerouterHeads
+from edge0_train.base.families import cpu_options
+from edge0_train.student.heads import PrerouterHeads, inputs_before, inputs_of_token
 from edge0_train.student.packing import Documents, isolate_documents
 from edge0_train.student.routing import multi_hot, select, weigh
 
@@ -31,7 +31,7 @@ class PrerouterState:
     """What decoding carries from one input to the next, by owner.
 
     Attributes:
-        features: [B, H + 2E]; hidden state, routing and the routing before.
+        features: [B, F]; what a head sees of this input when it routes the next one.
         routing: [B, E]; the routing alone, as a multi-hot.
     """
 
@@ -90,20 +90,21 @@ class StudentPath:
         self.tier, self.heads = tier, heads
         self._pass: RoutingPass | None = None
         self._batch_shape = (0, 0)
-        self._token_BTH: torch.Tensor | None = None
+        self._token_BTF: torch.Tensor | None = None
         self._documents: Documents | None = None
         for layer in tier.layout.moe_layers(tier.architecture):
             gate = self.router(layer)
             gate.register_forward_hook(self._hook(layer))
-        isolate_documents(model, lambda: self._documents)
+        mixers = [model.get_submodule(path) for path in tier.layout.hf_recurrent_paths(tier.architecture)]
+        isolate_documents(mixers, lambda: self._documents)
 
     def router(self, layer: int) -> Any:
         """Layer's router module: has `.weight` [E, H]."""
-        return self.model.model.layers[layer].mlp.gate
+        return self.model.get_submodule(self.tier.layout.hf_router_path(layer))
 
     def expert_bias(self, layer: int) -> torch.Tensor | None:
         """[E], what a sigmoid router adds to its scores when it chooses itself; None for a softmax router."""
-        return getattr(self.router(layer), "e_score_correction_bias", None)
+        return getattr(self.router(layer), self.tier.layout.hf_expert_bias, None)
 
     def timeline(
         self, decoded_BT: torch.Tensor, start_BT: torch.Tensor | None = None
@@ -155,20 +156,15 @@ class StudentPath:
         if routing.executed:
             raise ValueError("routing: this pass has run already; make a new RoutingPass for every forward")
         self._pass, self._batch_shape = routing, (input_ids_BT.shape[0], input_ids_BT.shape[1])
-        self._token_BTH = self._token_features(input_ids_BT) if self.tier.token_aware else None
+        self._token_BTF = inputs_of_token(self.tier, self.model.get_input_embeddings(), input_ids_BT)
         self._documents = None
         if routing.start_BT is not None and routing.start_BT[:, 1:].any():
             self._documents = Documents.of(routing.start_BT)
             # From positions that start again, transformers makes the block-diagonal mask of full attention.
             inputs["position_ids"] = self._documents.position_BT
         if input_ids_BT.device.type == "cpu":
-            inputs |= family_names(self.tier.family).cpu_options
+            inputs |= cpu_options(self.tier.family)
         return self.model.model(input_ids=input_ids_BT, **inputs)
-
-    def _token_features(self, input_ids_BT: torch.Tensor) -> torch.Tensor:
-        """The inputs' own embeddings, RMS-normalised in float32 (`Tier.token_aware`): [B, T, H]."""
-        embedding_BTH = self.model.get_input_embeddings()(input_ids_BT).float()
-        return embedding_BTH * torch.rsqrt(embedding_BTH.square().mean(-1, keepdim=True) + TOKEN_NORM_EPS)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -221,11 +217,11 @@ class StudentPath:
         before_BTE = _shift(routed_BTE, routing.state.routing.get(owner) if routing.state else None)
         if routing.previous_valid_BT is not None:
             before_BTE = before_BTE * routing.previous_valid_BT[..., None]
-        hidden_BTH = hidden.reshape(*shape, -1).float()
-        features_BTF = torch.cat([hidden_BTH, routed_BTE, before_BTE], dim=-1)
+        known = {"hidden": hidden.reshape(*shape, -1), "routing": routed_BTE, "previous": before_BTE}
+        features_BTF = inputs_before(self.tier, known)
         seen_BTF = _shift(features_BTF, routing.state.features.get(owner) if routing.state else None)
-        if self._token_BTH is not None:
-            seen_BTF = torch.cat([seen_BTF, self._token_BTH], dim=-1)
+        if self._token_BTF is not None:
+            seen_BTF = torch.cat([seen_BTF, self._token_BTF], dim=-1)
         if (routing.capture or routing.pair) and keep:
             routing.features[owner] = seen_BTF
         if routing.predicted_BT is None:

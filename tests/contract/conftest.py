@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge0_runtime.contract import PhaseRecord, Provenance, Teacher, Tier, builtin_tier
+from edge0_runtime.contract import PhaseRecord, Provenance, Teacher, Tier, builtin_tier, read_adapter, write_adapter
 
 SHA = {name: digit * 64 for name, digit in zip(("base", "tokenizer", "template", "other"), "abcd", strict=True)}
 
@@ -76,3 +76,22 @@ def tensors(nano: Tier) -> Callable[[str], dict[str, np.ndarray]]:
         return {key: random.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
 
     return make
+
+
+@pytest.fixture
+def written(tmp_path, nano, tensors, provenance):
+    """written(kind) writes a good adapter of the nano tier and returns its path."""
+
+    def make(kind: str, tier: Tier = nano, **fields) -> Path:
+        path = tmp_path / tier.file_name(kind)
+        write_adapter(path, kind, tier, tensors(kind), provenance(**fields))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def pair(written):
+    """A prerouter and a LoRA made together."""
+    prerouter = read_adapter(written("prerouter"), "prerouter")
+    return prerouter, read_adapter(written("lora", prerouter_sha256=prerouter.sha256), "lora")

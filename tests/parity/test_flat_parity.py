@@ -18,10 +18,10 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router
 from edge0_runtime.network import load_network
 from edge0_train.base import load_base, load_teacher, quantize_checkpoint
-from edge0_train.base.names import family_names
+from edge0_train.base.names import mlx_config
 from edge0_train.propose import propose
 from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
-from tests.parity.test_base_parity import (
+from tests.parity.both import (
     LOGITS_TOLERANCE,
     as_torch,
     assert_same_checkpoint,
@@ -59,7 +59,7 @@ def test_both_libraries_have_the_same_bits_and_logits(variant: str, tmp_path: Pa
 
     readable = tmp_path / "mlx"  # the same tensors, config.json as mlx-lm wants it
     shutil.copytree(source, readable)
-    config = family_names(family).mlx_config(json.loads((source / "config.json").read_text()))
+    config = mlx_config(tier.layout, json.loads((source / "config.json").read_text()))
     (readable / "config.json").write_text(json.dumps(config))
     convert(str(readable), str(tmp_path / "theirs"), quantize=True)
     assert_same_checkpoint(tmp_path / "int4", tmp_path / "theirs")

@@ -21,7 +21,7 @@ from edge0_runtime.lora import apply_lora
 from edge0_runtime.network import load_network
 from edge0_train.base import load_base, load_teacher, quantize_checkpoint
 from edge0_train.student import add_lora, load_lora
-from tests.parity.test_base_parity import (
+from tests.parity.both import (
     LOGITS_TOLERANCE,
     as_torch,
     assert_same_checkpoint,

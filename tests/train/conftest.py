@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from edge0_train.data import tasks
 from edge0_train.data.chat import Chat
 from edge0_train.data.prompts import Prompt
 from edge0_train.data.rows import TextRow, write_data
-from edge0_train.student import PrerouterHeads, StudentPath
+from edge0_train.student import PrerouterHeads, StudentPath, add_lora
+from tests.reference_path import LING, TIER, Models
 from tests.tiny_models import TEACHER
+from tests.twins import TWINS
 
 Make = Callable[..., Config]
 
@@ -66,3 +69,29 @@ def task_rows(split: str, count: int) -> list[TextRow]:
         done = tuple(chat.tokenizer.encode(problem.completion, add_special_tokens=False)) + chat.end_ids[:1]
         rows.append(TextRow(ids, done, "stop", problem.task, problem.answer))
     return rows
+
+
+# -- the student path's models
+
+
+@pytest.fixture(scope="module")
+def bases() -> Models:
+    """Of Ling's seeds 0 is ill-conditioned: a delta rule's output near zero before its norm (float error 1e-4)."""
+    return {tier.family: TWINS[tier.family].random(tier, seed=seed) for tier, seed in ((TIER, 0), (LING, 1))}
+
+
+@pytest.fixture(scope="module")
+def base(bases: Models) -> torch.nn.Module:
+    return bases[TIER.family]
+
+
+@pytest.fixture(scope="module")
+def adapted(bases: Models) -> Models:
+    """The bases with a LoRA whose B is not zero."""
+    models = {tier.family: add_lora(copy.deepcopy(bases[tier.family]), tier) for tier in (TIER, LING)}
+    torch.manual_seed(1)
+    for model in models.values():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+    return models

@@ -17,13 +17,12 @@ from edge0_runtime.contract.tier import builtin_tier
 from edge0_runtime.experts.store import ExpertStore
 from edge0_train.base.layout import checkpoint_layout, expert_nbytes, nbytes, quantization_block
 from edge0_train.base.load import describe, empty_model, parameter_shapes
-from edge0_train.base.names import family_names
 from edge0_train.base.shards import Group, write_shards
 from edge0_train.base.weights import MlxWeights
 from edge0_train.synthetic import synthetic_config, write_base
 
 TIER = builtin_tier("35b")
-NAMES = family_names(TIER.family)
+NAMES = TIER.layout
 LAYER = "language_model.model.layers.{}."
 
 

@@ -8,26 +8,28 @@ import pytest
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import family as family_named
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import mlx_module, transformers_module
+from edge0_train.base.links import hf_shape, to_hf, to_mlx
 from edge0_train.base.load import empty_model, parameter_shapes
-from edge0_train.base.names import family_names
+from edge0_train.base.names import mlx_config
 from tests.tiny_ling import ling_config
 from tests.tiny_models import ARCHITECTURE
 from tests.twins import TWINS
 
-NAMES = family_names("qwen3_5_moe")
+NAMES = family_named("qwen3_5_moe")
 FAMILIES = pytest.mark.parametrize("family", TWINS)
 
 
 def shapes(family: str = "qwen3_5_moe", **overrides) -> dict[str, tuple[int, ...]]:
-    names = family_names(family)
+    names = family_named(family)
     return parameter_shapes(empty_model({**TWINS[family].config, **overrides}, names, torch.float32))
 
 
 @FAMILIES
 def test_every_parameter_has_a_row_and_every_row_a_parameter(family: str) -> None:
-    names, config = family_names(family), TWINS[family].config
+    names, config = family_named(family), TWINS[family].config
     links = {name: names.links_of_hf(name, config) for name in shapes(family)}
     assert [name for name, found in links.items() if not found] == []
     rows = {re.sub(r"\.layers\.\d+\.", ".layers.{n}.", name) for name in links}
@@ -39,7 +41,7 @@ def test_every_parameter_has_a_row_and_every_row_a_parameter(family: str) -> Non
 
 @FAMILIES
 def test_both_directions_meet(family: str) -> None:
-    names, seen = family_names(family), set()
+    names, seen = family_named(family), set()
     for name in shapes(family):
         for link in names.links_of_hf(name, TWINS[family].config):
             assert link.hf == name
@@ -54,12 +56,12 @@ def test_both_directions_meet(family: str) -> None:
 def test_values_survive_the_way_there_and_back(family: str) -> None:
     random, config = torch.Generator().manual_seed(0), TWINS[family].config
     for name, shape in shapes(family).items():
-        for link in family_names(family).links_of_hf(name, config):
+        for link in family_named(family).links_of_hf(name, config):
             value = torch.randn(shape, generator=random).bfloat16().float()
-            parts = link.to_mlx(value, config)
+            parts = to_mlx(link, value, config)
             assert len(parts) == len(link.mlx)
-            assert link.hf_shape([part.shape for part in parts]) == shape
-            back = link.to_hf(parts)
+            assert hf_shape(link, [part.shape for part in parts]) == shape
+            back = to_hf(link, parts)
             assert torch.equal(back, value) or (link.change == "one_centred" and torch.allclose(back, value, atol=2e-7))
 
 
@@ -79,7 +81,7 @@ def test_a_name_means_another_module_in_another_kind_of_layer(layer: int, name: 
 def test_gate_and_up_are_the_halves_of_the_fused_experts() -> None:
     (link,) = NAMES.links_of_hf("model.layers.2.mlp.experts.gate_up_proj", ARCHITECTURE)
     fused = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
-    gate, up = link.to_mlx(fused, ARCHITECTURE)
+    gate, up = to_mlx(link, fused, ARCHITECTURE)
     assert [name.split(".layers.")[1] for name in link.mlx] == [
         "2.mlp.switch_mlp.gate_proj.weight",
         "2.mlp.switch_mlp.up_proj.weight",
@@ -108,7 +110,7 @@ def test_every_lora_module_of_a_tier_maps_both_ways(name: str) -> None:
 @FAMILIES
 def test_lora_modules_are_linear_layers_of_the_transformers_model(family: str) -> None:
     tier = TWINS[family].tier()
-    model = empty_model(TWINS[family].config, family_names(family), torch.float32)
+    model = empty_model(TWINS[family].config, family_named(family), torch.float32)
     for path, (in_features, out_features) in tier.layout.linear_modules(tier.architecture).items():
         module = model.get_submodule(transformers_module(tier.family, path))
         assert (module.in_features, module.out_features) == (in_features, out_features), path
@@ -118,7 +120,7 @@ def test_the_8b_on_the_meta_device_has_the_tier_s_modules_and_router() -> None:
     """Full size, no values: every LoRA module's width, the experts, and the router's own numbers."""
     tier = builtin_tier("8b")
     config = ling_config(**tier.architecture, n_group=8, topk_group=4, moe_shared_expert_intermediate_size=512)
-    model = empty_model(config, family_names(tier.family), torch.bfloat16)
+    model = empty_model(config, family_named(tier.family), torch.bfloat16)
     for path, (in_features, out_features) in tier.lora_modules().items():
         module = model.get_submodule(transformers_module(tier.family, path))
         assert (module.in_features, module.out_features) == (in_features, out_features), path
@@ -156,8 +158,8 @@ def test_a_path_without_a_linear_module_is_an_error(path: str) -> None:
 
 
 def test_an_unknown_family_names_the_known_ones() -> None:
-    with pytest.raises(Edge0Error, match=r"'mamba' has no name table.*qwen3_5_moe"):
-        family_names("mamba")
+    with pytest.raises(Edge0Error, match=r"'mamba' is not supported.*qwen3_5_moe"):
+        family_named("mamba")
 
 
 def test_only_vision_and_multi_token_prediction_are_dropped() -> None:
@@ -168,7 +170,7 @@ def test_only_vision_and_multi_token_prediction_are_dropped() -> None:
 
 
 def test_what_belongs_to_no_model_of_ling_is_dropped() -> None:
-    names, config = family_names("bailing_moe_v3"), TWINS["bailing_moe_v3"].config
+    names, config = family_named("bailing_moe_v3"), TWINS["bailing_moe_v3"].config
     for name in ("model.layers.1.mlp.pregate.fc1.weight", "model.layers.4.attention.dense.weight"):
         assert names.is_dropped(name, config)
     for name in ("model.layers.3.mlp.pregate_fc1.weight", "model.layers.3.mlp.gate.weight", "model.norm.weight"):
@@ -176,7 +178,7 @@ def test_what_belongs_to_no_model_of_ling_is_dropped() -> None:
 
 
 def test_ling_s_config_has_mlx_lm_s_names_whoever_saved_it() -> None:
-    made = family_names("bailing_moe_v3").mlx_config({
+    made = mlx_config(family_named("bailing_moe_v3"), {
         "model_type": "bailing_hybrid", "architectures": ["BailingHybridForCausalLM"], "_name_or_path": "x",
         "num_hidden_layers": 4, "first_k_dense_replace": 1, "layer_group_size": 4, "moe_intermediate_size": 64,
         "head_dim": 16, "linear_head_dim": 32, "num_expert_group": 4, "num_experts_per_token": 2,
@@ -200,7 +202,7 @@ def test_a_flat_config_is_nested_and_completed_for_mlx() -> None:
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
     }  # fmt: skip
-    made = NAMES.mlx_config(flat)
+    made = mlx_config(NAMES, flat)
     text = made.pop("text_config")
     assert made == {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -210,7 +212,7 @@ def test_a_flat_config_is_nested_and_completed_for_mlx() -> None:
     assert text["full_attention_interval"] == 2 and text["norm_topk_prob"] is True
     assert text["rope_theta"] == 1e7 and text["partial_rotary_factor"] == 0.25
     assert "_name_or_path" not in text and flat["rope_parameters"] == text["rope_parameters"]
-    nested = NAMES.mlx_config({"model_type": "qwen3_5_moe", "vision_config": {}, "text_config": text})
+    nested = mlx_config(NAMES, {"model_type": "qwen3_5_moe", "vision_config": {}, "text_config": text})
     assert nested == {"model_type": "qwen3_5_moe", "text_config": text}
 
 
@@ -223,7 +225,7 @@ def test_a_flat_config_is_nested_and_completed_for_mlx() -> None:
 )
 def test_attention_layers_that_mlx_cannot_express_are_refused(text) -> None:
     with pytest.raises(Edge0Error, match="layer_types"):
-        NAMES.mlx_config({"model_type": "qwen3_5_moe", "text_config": text})
+        mlx_config(NAMES, {"model_type": "qwen3_5_moe", "text_config": text})
 
 
 def test_a_config_on_which_the_libraries_disagree_is_refused() -> None:

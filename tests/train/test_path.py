@@ -1,245 +1,34 @@
-"""The student path against a slow plain reference: one token at a time, no cache, every rule of docs/method.md 1.2-1.5 spelt out.
-
-The reference shares nothing with the code under test but the base model: own timeline, own one-hots, own head formula, own router
-mathematics, own hooks.
-"""
+"""The student path against a slow plain reference (tests/reference_path.py), in parallel and token by token."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Router, Tier
-from edge0_train.base.names import family_names, transformers_module
-from edge0_train.data.rows import Batch, TextRow, collate
+from edge0_train.base.families import cpu_options
+from edge0_train.base.names import transformers_module
+from edge0_train.data.rows import TextRow, collate
 from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, lora_disabled
 from edge0_train.student.generate import StepRecord
-from tests.twins import TWINS
-
-BASE_K = 4
-NUMBERS: dict[str, Any] = {
-    "num_hidden_layers": 6,  # 3 linear, 1 full attention, 2 linear
-    "hidden_size": 32,
-    "num_experts_per_tok": BASE_K,
-    "moe_intermediate_size": 32,
-    "vocab_size": 96,
-}
-TARGETS = [
-    "linear_attn.in_proj_qkv", "linear_attn.in_proj_b", "linear_attn.out_proj", "self_attn.q_proj", "self_attn.o_proj",
-    "mlp.shared_expert.gate_proj", "mlp.shared_expert.down_proj",
-]  # fmt: skip
-# Owner 4 has a head whose output nobody uses, as owner 38 of the 35b tier; layers 0, 1 and 5 keep their gates.
-FIELDS: dict[str, Any] = {"owners": [1, 2, 3, 4], "consumers": [2, 3, 4], "head_width": 16, **NUMBERS}
-TIER: Tier = TWINS["qwen3_5_moe"].tier(
-    **FIELDS, shared_expert_intermediate_size=32, lora={"r": 4, "alpha": 8, "targets": TARGETS}
+from tests.reference_path import (
+    BASE_K,
+    LING,
+    TIER,
+    TOKEN_AWARE,
+    VARIANTS,
+    as_sets,
+    choose,
+    close,
+    make,
+    random_heads,
+    text_rows,
+    timeline,
 )
-LING: Tier = TWINS["bailing_moe_v3"].tier(
-    **FIELDS, k=3, lora={"r": 4, "alpha": 8, "targets": list(TWINS["bailing_moe_v3"].targets)}
-)
-SOFTMAX, SIGMOID = TIER.router, Router("sigmoid_group", n_group=4, topk_group=2, scaling=2.5)
-VARIANTS = {
-    "35b": TIER,
-    "executed-predicted": dataclasses.replace(TIER, first_token="predicted"),
-    "teacher-gate-base_k": dataclasses.replace(TIER, feature_topk="teacher", k=BASE_K),
-    "teacher-predicted": dataclasses.replace(TIER, feature_topk="teacher", first_token="predicted"),
-    "8b": dataclasses.replace(TIER, feature_topk="teacher", first_token="predicted", router=SIGMOID, k=3),
-    "sigmoid-executed-gate": dataclasses.replace(TIER, router=SIGMOID),
-    "token-aware-gate": dataclasses.replace(TIER, token_aware=True),
-    "token-aware-predicted": dataclasses.replace(
-        TIER, feature_topk="teacher", first_token="predicted", router=SIGMOID, k=3, token_aware=True
-    ),
-}
-VARIANTS |= {
-    "ling": LING,
-    "ling-executed-gate": dataclasses.replace(LING, feature_topk="executed", first_token="gate"),
-}
-TOKEN_AWARE = ("token-aware-gate", "token-aware-predicted")
-ROWS = [(1, 7), (2, 6), (5, 5), (6, 1)]  # (prompt, completion) lengths
-
-
-# -- the reference -----------------------------------------------------------------------------------------------------
-
-
-class Reference:
-    """Token-by-token decoding without a cache.
-
-    At every token the whole prefix runs again; the positions before keep the routing that they were given when they
-    were processed, the new position is routed by the rules. Nothing is detached, so gradients can be compared too.
-    """
-
-    def __init__(self, model: torch.nn.Module, tier: Tier, heads: PrerouterHeads):
-        self.model, self.tier = model, tier
-        self.heads = {name: value.detach() for name, value in heads.state_dict().items()}
-        self.layers = [n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
-        for layer in self.layers:
-            model.model.layers[layer].mlp.gate.register_forward_hook(self._hook(layer))
-
-    def run(self, ids: Sequence[int], decoded: Sequence[bool]) -> tuple[torch.Tensor, list[dict[int, set[int]]]]:
-        """Final hidden states [T, H], and the executed sets {layer: experts} of every position."""
-        layers, self.ids = self.layers, list(ids)
-        self.predicted, self.has_previous = timeline(self.tier.first_token, decoded)
-        self.chosen: dict[int, list[list[int]]] = {n: [] for n in layers}
-        self.weights: dict[int, list[torch.Tensor]] = {n: [] for n in layers}
-        self.hot: dict[int, list[torch.Tensor]] = {n: [] for n in layers}
-        self.head_logits: dict[int, list[torch.Tensor]] = {n: [] for n in layers}
-        hidden = []
-        for t in range(len(ids)):
-            output = self.model.model(input_ids=torch.tensor([list(ids[: t + 1])]), use_cache=False)
-            hidden.append(output.last_hidden_state[0, t])
-        return torch.stack(hidden), [{n: set(self.chosen[n][t]) for n in layers} for t in range(len(ids))]
-
-    def _hook(self, layer: int):
-        def route(gate: Any, args: Any, output: Any) -> Any:
-            tier = self.tier
-            hidden, own_logits = args[0].reshape(-1, tier.hidden_size), output[0]
-            t = len(own_logits) - 1
-            bias = getattr(gate, "e_score_correction_bias", None)
-            own = choose(tier.router, own_logits[t], tier.k, bias)
-            logits, chosen = own_logits[t], own
-            if self.predicted[t] and layer in tier.consumers:
-                logits = self.head_logits[layer - 1][t - 1]
-                chosen = choose(tier.router, logits, tier.k, None)
-            self.chosen[layer].append(chosen)
-            self.weights[layer].append(mix(tier.router, logits, chosen))
-            if layer in tier.owners:
-                now = torch.zeros(tier.num_experts)
-                for expert in chosen if tier.feature_topk == "executed" else own:
-                    now[expert] = 1.0
-                self.hot[layer].append(now)
-                before = self.hot[layer][t - 1] if self.has_previous[t] else torch.zeros(tier.num_experts)
-                x = torch.cat([hidden[t], now, before, self._next_token(t)])
-                self.head_logits[layer].append(self._head(layer, x))
-            return own_logits, torch.stack(self.weights[layer]), torch.tensor(self.chosen[layer])
-
-        return route
-
-    def _next_token(self, t: int) -> torch.Tensor:
-        """What a token-aware head sees of input t + 1; what follows the last input is never used."""
-        if not self.tier.token_aware:
-            return torch.zeros(0)
-        following = self.ids[t + 1] if t + 1 < len(self.ids) else 0
-        embedding = self.model.model.embed_tokens.weight[following]
-        return embedding / torch.sqrt((embedding**2).sum() / len(embedding) + 1e-6)
-
-    def _head(self, owner: int, x: torch.Tensor) -> torch.Tensor:
-        fc1, fc2, linear = (self.heads[f"layers.{owner}.{part}.weight"] for part in ("fc1", "fc2", "linear_init"))
-        inner = fc1 @ x
-        gelu = inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))
-        return fc2 @ gelu + linear @ x
-
-
-def timeline(first_token: str, decoded: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """(routed by prediction, previous one-hot is the position before's) as a little state machine (docs/method.md 1.4)."""
-    predicted, has_previous, steps = [], [], 0
-    for t, is_decoded in enumerate(decoded):
-        steps = steps + 1 if is_decoded else 0  # 1 at the first decode step of a reply
-        if first_token == "gate":
-            by_head = steps > 1
-        else:
-            by_head = steps > 0 and t > 0
-        predicted.append(by_head)
-        has_previous.append(by_head if first_token == "gate" else t > 0)
-    return predicted, has_previous
-
-
-def choose(router: Router, logits: torch.Tensor, k: int, bias: torch.Tensor | None) -> list[int]:
-    score = [1 / (1 + math.exp(-x)) for x in logits.tolist()] if router.kind == "sigmoid_group" else logits.tolist()
-    if bias is not None:
-        score = [s + b for s, b in zip(score, bias.tolist(), strict=True)]
-    allowed = list(range(len(score)))
-    if router.kind == "sigmoid_group":
-        size = len(score) // router.n_group
-        groups = [allowed[g * size : (g + 1) * size] for g in range(router.n_group)]
-        groups.sort(key=lambda group: -sum(sorted(score[e] for e in group)[-2:]))
-        allowed = [e for group in groups[: router.topk_group] for e in group]
-    return sorted(allowed, key=lambda e: -score[e])[:k]
-
-
-def mix(router: Router, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-    """Mixing weights, differentiable in the logits."""
-    if router.kind == "sigmoid_group":
-        score = [1 / (1 + torch.exp(-logits[e])) for e in chosen]
-        total = sum(score) + 1e-20  # type: ignore[operator]
-        return torch.stack([2.5 * s / total for s in score])
-    score = [torch.exp(logits[e] - logits.max().detach()) for e in chosen]
-    return torch.stack([s / sum(score) for s in score])  # type: ignore[arg-type]
-
-
-# -- the models --------------------------------------------------------------------------------------------------------
-
-
-Models = dict[str, torch.nn.Module]  # by family
-
-
-@pytest.fixture(scope="module")
-def bases() -> Models:
-    """Of Ling's seeds 0 is ill-conditioned: a delta rule's output near zero before its norm (float error 1e-4)."""
-    return {tier.family: TWINS[tier.family].random(tier, seed=seed) for tier, seed in ((TIER, 0), (LING, 1))}
-
-
-@pytest.fixture(scope="module")
-def base(bases: Models) -> torch.nn.Module:
-    return bases[TIER.family]
-
-
-@pytest.fixture(scope="module")
-def adapted(bases: Models) -> Models:
-    """The bases with a LoRA whose B is not zero."""
-    models = {tier.family: add_lora(copy.deepcopy(bases[tier.family]), tier) for tier in (TIER, LING)}
-    torch.manual_seed(1)
-    for model in models.values():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
-    return models
-
-
-def random_heads(tier: Tier) -> PrerouterHeads:
-    heads = PrerouterHeads(tier)
-    torch.manual_seed(2)
-    for name, parameter in heads.named_parameters():
-        scale = {"fc1": 1.0, "fc2": 3.0, "linear_init": 2.0}[name.split(".")[2]]
-        parameter.data = scale * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
-        parameter.requires_grad_(False)
-    return heads
-
-
-def make(adapted: Models, tier: Tier) -> tuple[StudentPath, Reference]:
-    """The path and the reference, each on its own copy of the model; a sigmoid rule has a bias on every gate."""
-    heads, models = random_heads(tier), [copy.deepcopy(adapted[tier.family]) for _ in range(2)]
-    if tier.router.kind == "sigmoid_group" and tier.family == TIER.family:
-        torch.manual_seed(3)
-        for layer in range(tier.num_layers):
-            bias = 0.3 * torch.randn(tier.num_experts)
-            for model in models:
-                model.model.layers[layer].mlp.gate.register_buffer("e_score_correction_bias", bias)
-    return StudentPath(models[0], tier, heads), Reference(models[1], tier, heads)
-
-
-def text_rows(lengths: Sequence[tuple[int, int]] = ROWS, seed: int = 4) -> list[TextRow]:
-    random = torch.Generator().manual_seed(seed)
-
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(1, NUMBERS["vocab_size"], (n,), generator=random).tolist())
-
-    return [TextRow(ids(prompt), ids(completion), "length") for prompt, completion in lengths]
-
-
-def as_sets(executed: dict[int, torch.Tensor], row: int, t: int) -> dict[int, set[int]]:
-    return {layer: set(indices[row, t].tolist()) for layer, indices in executed.items()}
-
-
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
-
 
 # -- (a) parallel equals the reference ---------------------------------------------------------------------------------
 
@@ -359,59 +148,6 @@ def test_warm_started_heads_apply_the_next_router_and_nothing_else(base, name):
     for owner in tier.owners:
         close(heads(owner, x), x[:, :32] @ path.router(owner + 1).weight.T)
     assert {key: value.shape for key, value in heads.tensors().items()} == tier.head_tensors()
-
-
-# -- packing -----------------------------------------------------------------------------------------------------------
-
-PACKED = [(1, 7), (2, 2), (1, 1), (5, 5), (2, 1), (3, 6), (1, 2)]
-"""Rows shorter than the short convolution's kernel among them."""
-
-
-@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", "ling", *TOKEN_AWARE])
-def test_packed_rows_equal_decoding_each_alone(adapted, name):
-    """Nothing crosses a document's boundary: attention, delta rule, short convolution, prerouter shift, one-hots."""
-    path, reference = make(adapted, VARIANTS[name])
-    rows = text_rows(PACKED)
-    batch = collate(rows, pad_id=0, pack_length=16)
-    assert 1 < len(batch.input_ids_BT) < len(rows)
-    with torch.no_grad():
-        routing = path.predicted(batch.decoded_BT, batch.start_BT)
-        hidden_BTH = path.hidden(batch.input_ids_BT, routing, use_cache=False).last_hidden_state
-    for row, (line, at) in zip(batch.rows, places(batch), strict=True):
-        ids = [*row.prompt_ids, *row.completion_ids][:-1]
-        assert batch.input_ids_BT[line, at : at + len(ids)].tolist() == ids
-        with torch.no_grad():
-            want_TH, want_sets = reference.run(ids, [t >= len(row.prompt_ids) for t in range(len(ids))])
-        assert [as_sets(routing.executed, line, at + t) for t in range(len(ids))] == want_sets
-        close(hidden_BTH[line, at : at + len(ids)], want_TH, 3e-5)
-
-
-@pytest.mark.parametrize("name", ["35b", "ling"])
-def test_packed_gradients_equal_the_sum_of_the_rows_own(adapted, name):
-    path, _ = make(adapted, VARIANTS[name])
-    rows = text_rows(PACKED)
-    sums = []
-    for pack_length in (0, 16):
-        batch = collate(rows, pad_id=0, pack_length=pack_length)
-        routing = path.predicted(batch.decoded_BT, batch.start_BT)
-        hidden_BTH = path.hidden(batch.input_ids_BT, routing, use_cache=False).last_hidden_state
-        spots = dict(zip(batch.rows, places(batch), strict=True))
-        parts = [hidden_BTH[line, at : at + row.length - 1] for row, (line, at) in ((row, spots[row]) for row in rows)]
-        probe(torch.cat(parts)).backward()
-        sums.append(gradients(path.model))
-    for key in sums[0]:
-        close(sums[1][key], sums[0][key], 1e-4)
-
-
-def places(batch: Batch) -> list[tuple[int, int]]:
-    """(line, first input) of every row, in the batch's order; a start with other ids than the next row's is padding."""
-    found: list[tuple[int, int]] = []
-    for line, at in batch.start_BT.nonzero().tolist():
-        row = batch.rows[min(len(found), len(batch.rows) - 1)]
-        ids = [*row.prompt_ids, *row.completion_ids][:-1]
-        if len(found) < len(batch.rows) and batch.input_ids_BT[line, at : at + len(ids)].tolist() == ids:
-            found.append((line, at))
-    return found
 
 
 # -- (b) parallel equals incremental -----------------------------------------------------------------------------------
@@ -535,7 +271,7 @@ def test_a_row_of_a_batch_equals_the_row_alone(adapted, name):
 def test_native_pass_at_the_models_k_is_the_bare_model_bit_for_bit(bases, tier):
     base = bases[tier.family]
     path = StudentPath(copy.deepcopy(base), tier, random_heads(tier))
-    ids, options = collate(text_rows(), pad_id=0).input_ids_BT, family_names(tier.family).cpu_options
+    ids, options = collate(text_rows(), pad_id=0).input_ids_BT, cpu_options(tier.family)
     with torch.no_grad():
         got = path.hidden(ids, path.native(BASE_K), use_cache=False).last_hidden_state
         assert torch.equal(got, base.model(input_ids=ids, use_cache=False, **options).last_hidden_state)
@@ -578,127 +314,3 @@ def test_a_used_pass_is_refused(adapted):
         path.hidden(first.input_ids_BT, routing, use_cache=False)
         with pytest.raises(ValueError):
             path.hidden(second.input_ids_BT, routing, use_cache=False)
-
-
-# -- (e) gradients -----------------------------------------------------------------------------------------------------
-
-
-def lora(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if "lora_" in name}
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in lora(model).items()}  # type: ignore[union-attr]
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def probe(hidden_TH: torch.Tensor) -> torch.Tensor:
-    """A scalar that every position takes part in."""
-    weight = torch.randn(hidden_TH.shape, generator=torch.Generator().manual_seed(6))
-    return (hidden_TH * weight).sum()
-
-
-def path_value(path: StudentPath, row: TextRow) -> torch.Tensor:
-    batch = collate([row], pad_id=0)
-    routing = path.predicted(batch.decoded_BT)
-    return probe(path.hidden(batch.input_ids_BT, routing, use_cache=False).last_hidden_state[0])
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_lora_gradient_equals_the_references(adapted, name):
-    """Including the part that reaches the LoRA of layer N at t-1 through the head and layer N+1's mixing weights."""
-    path, reference = make(adapted, VARIANTS[name])
-    row = text_rows([(3, 7)])[0]
-    path_value(path, row).backward()
-    ids = [*row.prompt_ids, *row.completion_ids][:-1]
-    probe(reference.run(ids, [t >= 3 for t in range(len(ids))])[0]).backward()
-    got, want = gradients(path.model), gradients(reference.model)
-    assert got.keys() == want.keys() and len(got) > 20
-    for key in got:
-        close(got[key], want[key], 2e-4)
-        assert float(want[key].abs().max()) > 0
-
-
-def test_lora_gradient_equals_finite_differences(adapted):
-    path, _ = make(adapted, TIER)
-    row = text_rows([(3, 7)])[0]
-    path_value(path, row).backward()
-    gradient = gradients(path.model)
-    random = torch.Generator().manual_seed(7)
-    direction = {n: torch.randn(p.shape, generator=random) for n, p in lora(path.model).items()}
-    slope = sum(float((gradient[n] * d).sum()) for n, d in direction.items())
-    values = []
-    with torch.no_grad():
-        for step in (1e-4, -1e-4):
-            for name, p in lora(path.model).items():
-                p += step * direction[name]
-            values.append(float(path_value(path, row).double()))
-            for name, p in lora(path.model).items():
-                p -= step * direction[name]
-    assert (values[0] - values[1]) / 2e-4 == pytest.approx(slope, rel=1e-2)
-
-
-def test_heads_train_through_the_path_only_if_asked(adapted):
-    path, _ = make(adapted, TIER)
-    row = text_rows([(3, 7)])[0]
-    path_value(path, row).backward()
-    assert path.heads is not None and all(p.grad is None for p in path.heads.parameters())
-    path.heads.requires_grad_(True)
-    path_value(path, row).backward()
-    for owner in TIER.owners:
-        grad = path.heads.layers[str(owner)].fc1.weight.grad
-        used = owner + 1 in TIER.consumers
-        assert (grad is not None and bool(grad.abs().sum() > 0)) == used, owner
-
-
-# -- (f) gradient checkpointing ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def experts_calls(path: StudentPath) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Experts that really ran, by layer and call: once in forward, once more when a layer is recomputed."""
-    layers = path.tier.layout.moe_layers(path.tier.architecture)
-    calls: dict[int, list[torch.Tensor]] = {n: [] for n in layers}
-    handles = [
-        path.model.model.layers[n].mlp.experts.register_forward_pre_hook(lambda _, args, n=n: calls[n].append(args[1]))
-        for n in calls
-    ]
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
-@pytest.mark.parametrize("name", ["35b", "8b", "ling", *TOKEN_AWARE])
-def test_gradient_checkpointing_gives_the_same_gradients_and_experts(adapted, name):
-    path, _ = make(adapted, VARIANTS[name])
-    row = text_rows([(3, 7)])[0]
-    plain_value = path_value(path, row)
-    plain_value.backward()
-    want = gradients(path.model)
-    path.model.activation_checkpointing_enable({"use_reentrant": False})
-    path.model.train()
-    with experts_calls(path) as calls:
-        value = path_value(path, row)
-        value.backward()
-    assert torch.equal(value, plain_value)
-    got = gradients(path.model)
-    for key in want:
-        close(got[key], want[key], 1e-6)
-    for layer, indices in calls.items():
-        assert len(indices) == 2, f"layer {layer} was not recomputed"
-        assert torch.equal(indices[0], indices[1])
-
-
-def test_recompute_keeps_the_experts_even_when_the_gate_would_change_its_mind(adapted):
-    """Rounding may flip a near-tie between forward and recompute; here the gates are turned round to force it."""
-    path, _ = make(adapted, TIER)
-    row = text_rows([(3, 7)])[0]
-    path.model.activation_checkpointing_enable({"use_reentrant": False})
-    path.model.train()
-    with experts_calls(path) as calls:
-        value = path_value(path, row)
-        for layer in range(TIER.num_layers):
-            path.router(layer).weight.data.neg_()
-        value.backward()
-    assert all(torch.equal(*indices) for indices in calls.values())

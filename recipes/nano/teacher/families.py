@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from edge0_runtime.contract.tier import Tier
-from edge0_train.base.names import family_names
+from edge0_train.base.links import to_mlx
 from edge0_train.student.routing import select
 from edge0_train.synthetic import synthetic_config
 
@@ -136,7 +136,7 @@ def move_biases(
     """
     own_N, unevenness = mask_BT.flatten().bool(), []
     for layer, logits_NE in zip(tier.layout.moe_layers(tier.architecture), router_logits, strict=True):
-        bias_E = model.model.layers[layer].mlp.gate.e_score_correction_bias
+        bias_E = model.get_submodule(tier.layout.hf_router_path(layer)).get_buffer(tier.layout.hf_expert_bias)
         chosen_NK = select(tier.router, logits_NE[own_N], tier.base_k, bias_E)
         load_E = chosen_NK.flatten().bincount(minlength=tier.num_experts).float()
         bias_E += BIAS_RATE * (load_E.mean() - load_E).sign()
@@ -146,11 +146,11 @@ def move_biases(
 
 def ling_files(tier: Tier, model: PreTrainedModel) -> Files:
     """The published original's layout: single experts, kv_b_proj whole; bf16, but float32 where the base is loaded so."""
-    names, config = family_names(tier.family), synthetic_config(tier, **LING.fields)
+    config = synthetic_config(tier, **LING.fields)
     tensors: dict[str, torch.Tensor] = {}
     for hf_name, tensor in model.state_dict().items():
-        *_, link = names.links_of_hf(hf_name, config)  # the forms of ours come first
-        parts = link.to_mlx(tensor if link.float32 else tensor.to(torch.bfloat16), config)
+        *_, link = tier.layout.links_of_hf(hf_name, config)  # the forms of ours come first
+        parts = to_mlx(link, tensor if link.float32 else tensor.to(torch.bfloat16), config)
         if link.per_expert:
             parts = [expert for part in parts for expert in part]
             disk = [name.replace("{e}", str(e)) for name in link.disk for e in range(tier.num_experts)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from edge0_runtime.contract.tier import Tier
-from edge0_train.base.names import family_names
+from edge0_train.base.families import cpu_options
 from edge0_train.data.tasks import problems
 from recipes.nano.teacher.families import FAMILIES
 from recipes.nano.teacher.optimiser import build_optimisers, lr_factor
@@ -42,7 +42,7 @@ class Stage:
 
 def losses(tier: Tier, model: PreTrainedModel, ids_BT, mask_BT, labels_BT) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Mean cross-entropy of the assistant's tokens (nats), and the two numbers of `Family.balance`."""
-    options = family_names(tier.family).cpu_options
+    options = cpu_options(tier.family)
     out = model(ids_BT, attention_mask=mask_BT, use_cache=False, output_router_logits=True, **options)
     cross_entropy = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
     return cross_entropy, *FAMILIES[tier.family].balance(tier, model, out.router_logits, mask_BT)
