@@ -363,11 +363,16 @@ def read_tier(name: str) -> Tier:
         data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise Edge0Error(f"tier: {name} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    return Tier.from_dict(data)
+    return _without_settings(data)
 
 
 def builtin_tier(name: str) -> Tier:
     """The tier `name` that comes with the project. Raises Edge0Error naming the known ones."""
     if name not in builtin_tier_names():
         raise Edge0Error(f"tier: {name!r} is unknown; choose one of {', '.join(builtin_tier_names())}")
-    return Tier.from_dict(yaml.safe_load((tier_directory() / f"{name}.yaml").read_text(encoding="utf-8")))
+    return _without_settings(yaml.safe_load((tier_directory() / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def _without_settings(data: Any) -> Tier:
+    """The tier of a file's data, whose section `settings` is training's (edge0_train/config/tiers.py)."""
+    return Tier.from_dict({k: v for k, v in data.items() if k != "settings"} if isinstance(data, Mapping) else data)
