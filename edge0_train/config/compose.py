@@ -19,7 +19,7 @@ from edge0_runtime.contract.tier import Tier, check_fields
 from edge0_train.config.checks import check
 from edge0_train.config.fields import Config
 from edge0_train.config.phases import PHASES
-from edge0_train.config.tiers import SECTION, config_directory, user_tiers
+from edge0_train.config.tiers import config_directory, user_tiers
 
 
 def asset(name: str) -> str:
@@ -102,10 +102,6 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def _build(cls: Any, data: Any, where: str) -> Any:
     if cls is Tier:
-        if isinstance(data, Mapping) and SECTION in data:
-            raise Edge0Error(
-                f"{where}.{SECTION}: settings of tier {data.get('name')} are only read from a folder of --config-dir; use that"
-            )
         return Tier.from_dict(data)
     if not isinstance(data, Mapping):
         raise Edge0Error(f"{where}: {data!r} is not a group of fields")

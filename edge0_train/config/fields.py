@@ -216,7 +216,8 @@ class Config:
 def groups() -> dict[str, type[Any]]:
     """{name: dataclass} of the groups of settings, in the order of `Config`; the tier is no setting."""
     hints = typing.get_type_hints(Config)
-    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and hint is not Tier}
+    kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and hint is not Tier}
+    return {name: hint for name, hint in kinds.items() if dataclasses.is_dataclass(hint)}
 
 
 def settings_of(cls: type[Any]) -> Iterator[tuple[str, Setting]]:

@@ -15,7 +15,9 @@ source of configs that looks into tier files, and one that lets it look there be
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,7 +28,7 @@ import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
@@ -71,7 +73,7 @@ def read_tier_file(file: Path) -> tuple[DictConfig, dict[str, Any]]:
     if not isinstance(tier, DictConfig):
         raise Edge0Error(f"tier: {file} is not a mapping of fields to values")
     section = tier.pop(SECTION, None)
-    found = OmegaConf.to_container(section) if isinstance(section, DictConfig) else section or {}
+    found: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else section or {}
     _check(file, found)
     return tier, found
 
@@ -128,8 +130,15 @@ def _names(where: str, values: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
+GROUPS = ("phase", "settings", "tier")
+
+
 class TierSource(ConfigSource):
-    """The groups `phase`, `tier` and `settings` of one directory."""
+    """The groups `phase`, `tier` and `settings` of one directory; files are read once in a source's life."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider=provider, path=path)
+        self._node = functools.cache(self._read)
 
     @staticmethod
     def scheme() -> str:
@@ -139,52 +148,47 @@ class TierSource(ConfigSource):
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
-        config = self._find(config_path)
+        node = self._node(config_path.removesuffix(".yaml"))
+        if node is None:
+            raise ConfigLoadError(f"{config_path}: not in {self.path}")
         package = None if config_path.startswith("tier/") else "_global_"
-        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, {"package": package})
+        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", copy.deepcopy(node), {"package": package})
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") in ("phase", "tier", "settings")
+        return config_path.rstrip("/") in ("", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        if group == "tier":
-            return tier_file(name, Path(self.path)) is not None
-        return group in ("phase", "settings") and self._find(config_path) is not None
+        return self._node(config_path.removesuffix(".yaml")) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        group = config_path.rstrip("/")
+        if results_filter == (ObjectType.CONFIG if group == "" else ObjectType.GROUP):
+            return []
         tiers = sorted(file.stem for file in (Path(self.path) / "tier").glob("*.yaml"))
-        names = {
+        pairs = [f"{phase}-{tier}" for tier in tiers for phase in PHASES]
+        return {
+            "": [*GROUPS],
             "phase": [*PHASES, "all"],
             "tier": tiers,
-            "settings": [f"{phase}-{tier}" for tier in tiers for phase in PHASES if self._settings(phase, tier)],
-        }
-        return [] if results_filter == ObjectType.GROUP else names.get(config_path.rstrip("/"), [])
+            "settings": [pair for pair in pairs if self.is_config(f"settings/{pair}")],
+        }[group]
 
-    def _find(self, config_path: str) -> DictConfig | None:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        if group == "tier":
-            return self._tier(name)
+    def _read(self, config_path: str) -> DictConfig | None:
+        group, _, name = config_path.partition("/")
         if group == "phase":
             return _phase(name)
-        phase, _, tier = name.partition("-")
-        return self._settings(phase, tier)
-
-    def _tier(self, name: str) -> DictConfig | None:
-        file = tier_file(name, Path(self.path))
+        phase, _, tier = name.partition("-") if group == "settings" else ("", "", name)
+        file = tier_file(tier, Path(self.path)) if group in GROUPS else None
         if file is None:
             return None
-        tier, _ = read_tier_file(file)
-        if isinstance(tier.get("router"), DictConfig):
+        if group == "settings":
+            return tier_settings(phase, tier, Path(self.path), config_directory(), *_user_directories.get())
+        node, _ = read_tier_file(file)
+        if isinstance(node.get("router"), DictConfig):
             OmegaConf.set_struct(
-                tier.router, False
+                node.router, False
             )  # tier.router.mass_k=16 needs no +; `Tier.from_dict` knows the fields
-        return tier
-
-    def _settings(self, phase: str, tier: str) -> DictConfig | None:
-        if tier_file(tier, Path(self.path)) is None:
-            return None
-        return tier_settings(phase, tier, Path(self.path), config_directory(), *_user_directories.get())
+        return node
 
 
 def _phase(name: str) -> DictConfig | None:
