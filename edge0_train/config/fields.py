@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +214,8 @@ class Config:
     logger: Logger
 
 
-def groups() -> dict[str, type[Any]]:
+@functools.cache
+def groups() -> Mapping[str, type[Any]]:
     """{name: dataclass} of the groups of settings, in the order of `Config`; the tier is no setting."""
     hints = typing.get_type_hints(Config)
     kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and hint is not Tier}
@@ -227,7 +229,8 @@ def settings_of(cls: type[Any]) -> Iterator[tuple[str, Setting]]:
             yield field.name, field.metadata["setting"]
 
 
-def all_settings() -> dict[str, Setting]:
+@functools.cache
+def all_settings() -> Mapping[str, Setting]:
     """{name as on the command line: declaration}."""
     found = dict(settings_of(Config))
     return found | {f"{group}.{name}": one for group, cls in groups().items() for name, one in settings_of(cls)}
