@@ -6,10 +6,12 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,11 +48,22 @@ def configure(*overrides: str, config_dir: str | Path | None = None) -> Config:
     check_choices(overrides, own)
     search = [f"hydra.searchpath=[{', '.join(f'file://{path}' for path in own)}]"] * bool(own)
     try:
-        with user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
+        with _no_hydra(), user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
             composed = compose("train", [*overrides, *search])
     except HydraException as error:
         raise Edge0Error(" ".join(str(error).split())) from error
     return read_config(composed)
+
+
+@contextmanager
+def _no_hydra() -> Iterator[None]:
+    """Inside the block nothing has been initialised: Hydra refuses a second time, as in a run that configures another."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def check_choices(overrides: Sequence[str], own: Sequence[Path] = ()) -> None:

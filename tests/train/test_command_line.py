@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(monkeypatch, capsys, tmp_path):
     """(exit code, stdout, stderr) of the command line, in this process."""
+
+    monkeypatch.chdir(tmp_path)  # Hydra's --multirun leaves a multirun.yaml
 
     def run(*arguments: str) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["edge0_train", *arguments])

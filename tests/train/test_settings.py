@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 from edge0_runtime.contract import tier as contract
 from edge0_runtime.contract.artifacts import KINDS
@@ -268,3 +270,10 @@ def test_composing_imports_no_torch():
 
 def test_settings_of_the_config_are_its_only_fields_beside_phase_tier_and_groups():
     assert {name for name, _ in settings_of(Config)} == {*Config.__annotations__} - {"phase", "tier", *groups()}
+
+
+def test_one_may_configure_while_hydra_runs_already():
+    with initialize_config_dir(str(config_directory()), version_base=None):
+        assert configure("seed=3").seed == 3
+        assert compose("train", ["seed=4"]).seed == 4
+    assert not GlobalHydra.instance().is_initialized()
