@@ -20,12 +20,13 @@ from edge0_train.config.fields import (
     Text,
     all_settings,
 )
-from edge0_train.config.phases import PHASE_NAMES, PHASES, PhaseFacts
+from edge0_train.config.phases import PHASE_NAMES, PHASES, STAGE_NAMES, PhaseFacts
 from edge0_train.config.tiers import config_directory, user_tiers
 
 __all__ = [
     "PHASES",
     "PHASE_NAMES",
+    "STAGE_NAMES",
     "Base",
     "Config",
     "Export",

@@ -34,6 +34,16 @@ hydra:                              # the run directory is ours: Hydra writes no
 """
 
 
+MARKDOWN_HEAD = """\
+# Settings
+
+`python -m edge0_train phase=PHASE tier=TIER [setting=value ...]`. A setting has the last of: the default below, the phase's own
+default, what the section `settings` of `configs/tier/<tier>.yaml` says for all phases and then for this one, `experiment=...`, the
+command line. `configure("phase=...", "setting=value")` of `edge0_train.config` makes the same configuration in Python. Fields of
+the tier are overridden likewise (`tier.k=2`).
+"""
+
+
 def settings_yaml() -> str:
     """The text of `configs/train.yaml`."""
     lines = [HEAD, *_yaml_fields(Config, "")]
@@ -61,7 +71,7 @@ def _yaml(value: Any) -> str:
 
 def settings_markdown() -> str:
     """A page of every setting: a table a group, and what each phase has of its own."""
-    parts = ["## Of every run", "", *_markdown_table(Config, "")]
+    parts = [MARKDOWN_HEAD, "## Of every run", "", *_markdown_table(Config, "")]
     for name, cls in groups().items():
         parts += ["", f"## `{name}`", "", _first_line(cls), "", *_markdown_table(cls, f"{name}.")]
     parts += [

@@ -85,4 +85,5 @@ PHASES: dict[str, PhaseFacts] = {
     ),
 }
 PHASE_NAMES = tuple(PHASES)
+STAGE_NAMES = {name: facts.stage or f"+ {name}" for name, facts in PHASES.items()}
 CHAIN = tuple(name for name, facts in PHASES.items() if facts.in_chain)
