@@ -38,7 +38,7 @@ MARKDOWN_HEAD = """\
 # Settings
 
 `python -m edge0_train phase=PHASE tier=TIER [setting=value ...]`. A setting has the last of: the default below, the phase's own
-default, what the section `settings` of `configs/tier/<tier>.yaml` says for all phases and then for this one, `experiment=...`, the
+default, what the section `settings` of `configs/tier/<tier>.yaml` says for all phases, then for this one, `experiment=...`, the
 command line. `configure("phase=...", "setting=value")` of `edge0_train.config` makes the same configuration in Python. Fields of
 the tier are overridden likewise (`tier.k=2`).
 """
