@@ -1,8 +1,7 @@
-"""`python -m edge0_train phase=<name> tier=<name> [setting=value ...]`: compose, validate, open the run, do the phase.
+"""The command line: `python -m edge0_train phase=<name> tier=<name> [setting=value ...]`, and its subcommands.
 
-python -m edge0_train phase=all tier=nano
-python -m edge0_train phase=inspect base=models/OLMoE-1B-7B out=mine
-python -m edge0_train phase=head_distill tier=35b teacher.directory=/models/Qwen3.6-35B-A3B text.prompts=prompts.jsonl
+Hydra composes, the configuration is checked, the run directory opened, the phase done. Nothing here imports torch before
+`main` has said how its threads wait.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,92 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config import config_directory, read_config
+from edge0_train.config import PHASES, Config, check_choices, config_directory, read_config, user_tiers
 
-GROUPS = ("phase", "tier")
-TRAINING = ("head_distill", "head_refine", "student_sft", "on_policy")
-RECORDED = ("teacher_text", *TRAINING)
-"""Phases whose run directory says in inputs.json what they were made from."""
-ALONE = ("quantize", "evaluate", "export")
-"""Phases that are one process's work: the other ranks wait."""
+EXAMPLES = """\
+  python -m edge0_train phase=all tier=nano
+  python -m edge0_train phase=head_distill tier=35b teacher.directory=/models/Qwen3.6-35B-A3B dry_run=true
+  python -m edge0_train inspect base=models/OLMoE-1B-7B out=mine
+"""
 
 
 def main() -> None:
     """Entry point. Exit codes: 0 done or stopped with a checkpoint, 2 a problem that the user can act on."""
-    if len(sys.argv) == 1:
-        print(__doc__, file=sys.stderr)
-        sys.exit(2)
+    # Two spinning OpenMP threads beside a busy neighbour slow torch ten-fold; must be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints several lines and exits itself
+    arguments = sys.argv[1:]
+    if not arguments:
+        print(help_page(), file=sys.stderr)
+        sys.exit(2)
     try:
-        if "phase=inspect" in sys.argv[1:]:
-            from edge0_train.propose import inspect_command
-
-            inspect_command(sys.argv[1:])
-            return
-        _check_choices(sys.argv[1:])
-        _hydra_main()
+        if arguments in (["--help"], ["-h"]):
+            print(help_page())
+        elif "phase=inspect" in arguments:
+            inspect(arguments)
+        elif arguments[0] in SUBCOMMANDS:
+            SUBCOMMANDS[arguments[0]](arguments[1:])
+        else:
+            own = own_config_directories(arguments)
+            check_choices(arguments, own)
+            with user_tiers(*own):
+                _hydra_main()
     except Edge0Error as error:
         _fail(error)
     except HydraException as error:
         _fail(Edge0Error(" ".join(str(error).split())))
 
 
+def help_page() -> str:
+    """What `--help` prints."""
+    width = max(map(len, (*PHASES, *SUBCOMMANDS)))
+    phases = {"all": "the whole chain", **{name: facts.sentence for name, facts in PHASES.items()}}
+    commands = {name: (command.__doc__ or "").splitlines()[0] for name, command in SUBCOMMANDS.items()}
+    return "\n".join(
+        [
+            "usage: python -m edge0_train [--config-dir DIR] phase=PHASE tier=TIER [setting=value ...]",
+            *(f"       python -m edge0_train {name} ..." for name in SUBCOMMANDS),
+            "",
+            "Trains prerouter heads and a recovery LoRA for a streamed mixture-of-experts model, phase by phase.",
+            *("", "phases:", *(f"  {name:<{width}}  {sentence}" for name, sentence in phases.items())),
+            *(
+                "",
+                "subcommands (each has a --help):",
+                *(f"  {name:<{width}}  {text}" for name, text in commands.items()),
+            ),
+            *("", "examples:", EXAMPLES),
+            "dry_run=true prints a phase's plan and stops; --cfg job prints its settings; --hydra-help tells Hydra's own flags.",
+        ]
+    )
+
+
+def inspect(arguments: Sequence[str]) -> None:
+    """a tier for a model of your own, from its config.json"""
+    from edge0_train.propose import inspect_command
+
+    inspect_command(arguments)
+
+
+def settings(arguments: Sequence[str]) -> None:
+    """all settings with their defaults, as configs/train.yaml or (--markdown) as a page"""
+    from edge0_train.config.pages import settings_markdown, settings_yaml
+
+    pages: dict[tuple[str, ...], Callable[[], str]] = {
+        (): settings_yaml,
+        ("--markdown",): settings_markdown,
+        ("--help",): lambda: f"usage: python -m edge0_train settings [--markdown]\n\n{settings.__doc__}\n",
+    }
+    if tuple(arguments) not in pages:
+        raise Edge0Error(f"settings: {' '.join(arguments)!r} is unknown; it takes --markdown, or nothing")
+    print(pages[tuple(arguments)](), end="")
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "settings": settings}
+"""{first word: function of the others}; a docstring's first line is the command's help."""
+
+
 @hydra.main(version_base=None, config_path=str(config_directory()), config_name="train")
 def _hydra_main(composed: DictConfig) -> None:
-    # Two spinning OpenMP threads beside a busy neighbour slow torch ten-fold; must be set before torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if composed.phase == "all":
             run_chain(list(composed.chain), list(HydraConfig.get().overrides.task))
@@ -66,32 +117,36 @@ def _hydra_main(composed: DictConfig) -> None:
 
 
 def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
-    """All phases in order; with resume=true the finished ones are passed over and the interrupted one continues."""
+    """All phases in order; with resume=true the finished ones are passed over and the interrupted one continues.
+
+    All are read before the first one starts: what is wrong with the last one is not said hours later.
+    """
     kept = [override for override in overrides if not override.startswith("phase=")]
     began = time.time()
-    for name in chain:
-        run_phase(compose("train", [*kept, f"phase={name}"]))
+    for config in [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]:
+        run_phase(config)
     print(f"phase=all: done in {time.time() - began:.0f} s")
 
 
-def run_phase(composed: Any) -> dict[str, Any] | None:
+def run_phase(composed: DictConfig | Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it was interrupted or is done already."""
     if isinstance(composed, DictConfig):
         with open_dict(composed):
             composed.pop("hydra", None)
-    config = read_config(composed)
+    config = composed if isinstance(composed, Config) else read_config(composed)
 
     from accelerate import PartialState
 
     from edge0_train.build import input_identity
     from edge0_train.loop import Interrupted
-    from edge0_train.phases import PHASES
+    from edge0_train.phases import phase_function
     from edge0_train.run import Run, open_run, start_wandb
 
+    facts, phase = PHASES[config.phase], phase_function(config.phase)
     set_up_torch(config.threads, config.base.device)
     _quiet_transformers(config.base.device)
     if config.dry_run:
-        PHASES[config.phase](config, Run(Path(config.run_dir), config))
+        phase(config, Run(Path(config.run_dir), config))
         return None
     state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
     if not state.is_main_process:
@@ -101,14 +156,14 @@ def run_phase(composed: Any) -> dict[str, Any] | None:
         print(f"{config.phase}: done already in {run.directory}")
         return None
     print(f"{config.phase}:", flush=True)
-    if config.phase in TRAINING:
+    if facts.trains:
         start_wandb(run)
     summary = None
     try:
-        if config.phase in RECORDED:
+        if facts.records_inputs:
             run.record_inputs(input_identity(config))
-        if config.phase not in ALONE or state.is_main_process:
-            summary = run.finish(PHASES[config.phase](config, run))
+        if not facts.alone or state.is_main_process:
+            summary = run.finish(phase(config, run))
             print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
     except Edge0Error:
         if state.is_main_process:
@@ -139,27 +194,12 @@ def _quiet_transformers(device: str) -> None:
         logging.set_verbosity_error()
 
 
-def _check_choices(arguments: Sequence[str]) -> None:
-    """A group's unknown choice as one sentence (Hydra's own message has twelve lines).
-
-    The user's own tiers lie in the folder `tier` of Hydra's --config-dir.
-    """
-    places = [config_directory(), *map(Path, _own_config_directories(arguments))]
-    for argument in arguments:
-        group, _, value = argument.partition("=")
-        if group in GROUPS:
-            known = sorted(path.stem for place in places for path in (place / group).glob("*.yaml"))
-            unknown = [choice for choice in value.split(",") if choice not in known]
-            if unknown:
-                raise Edge0Error(f"{group}: {', '.join(unknown)!r} is unknown; choose one of {', '.join(known)}")
-
-
-def _own_config_directories(arguments: Sequence[str]) -> list[str]:
+def own_config_directories(arguments: Sequence[str]) -> list[Path]:
     """The values of --config-dir (-cd), in either of its two forms."""
     flags = ("--config-dir", "-cd")
     pairs = [one.partition("=") for one in arguments]
     joined = [value for flag, _, value in pairs if flag in flags and value]
-    return joined + [value for flag, value in itertools.pairwise(arguments) if flag in flags]
+    return [Path(value) for value in joined + [v for flag, v in itertools.pairwise(arguments) if flag in flags]]
 
 
 def _fail(error: Edge0Error) -> None:

@@ -198,6 +198,16 @@ def sampled_token(
     return (reward_N + reward_N * (logp_N - logp_N.detach())).sum()
 
 
+BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
+ON_POLICY_LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "reverse_kl": (reverse_kl, BUCKETS),
+    "forward_kl": (forward_kl, BUCKETS),
+    "reverse_kl_no_tail": (reverse_kl_no_tail, BUCKETS),
+    "sampled_token": (sampled_token, ("sampled_C", "sampled_logp_C")),
+}
+"""`on_policy.loss`: the summed loss of (logits, *targets), and the fields of `phases.scoring.Scored` that are its targets."""
+
+
 def token_logp(logits_NV: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
     """log p of one token each, float32 [N]."""
     logits_NV = logits_NV.float()

@@ -1,11 +1,7 @@
-"""phase=inspect: from a model's config.json to a tier that trains and serves it.
+"""`inspect`: from a model's config.json to a tier that trains and serves it.
 
-    python -m edge0_train phase=inspect base=models/OLMoE-1B-7B                     # prints the tier
-    python -m edge0_train phase=inspect base=models/OLMoE-1B-7B out=mine k=4        # and writes mine/tier/<name>.yaml
-    python -m edge0_train --config-dir mine phase=all tier=<name> ...               # trains it
-
-Only config.json is read; no weights. What is proposed is a start, by the rules and in the proportions of the family's public tier
-(`Family.public_tier`), meant to be edited.
+What is proposed is a start, by the rules and in the proportions of the family's public tier (`Family.public_tier`), meant to be
+edited.
 """
 
 from __future__ import annotations
@@ -29,6 +25,20 @@ from edge0_train.base.layout import checkpoint_layout, expert_nbytes, nbytes
 from edge0_train.base.load import describe, empty_model
 from edge0_train.base.names import mlx_config
 
+USAGE = """\
+usage: python -m edge0_train inspect base=DIR [out=DIR] [k=N] [name=NAME]
+
+Proposes a tier for a model of a supported family. Only its config.json is read; no weights.
+
+  base=DIR   the model's directory
+  out=DIR    writes DIR/tier/<name>.yaml, to be edited; without it the tier is printed
+  k=N        experts served per token; without it, the share of the model's own that the public tier of its family serves
+  name=NAME  the tier's name; without it, made of the directory's
+
+  python -m edge0_train inspect base=models/OLMoE-1B-7B out=mine k=4 name=own
+  python -m edge0_train --config-dir mine phase=all tier=own teacher.directory=models/OLMoE-1B-7B text.prompts=prompts.jsonl
+
+What was measured to be good for the tier goes into a section `settings` of its file, as in configs/tier/nano.yaml."""
 SETTINGS = ("base", "out", "k", "name")
 GIB = 2**30
 
@@ -64,12 +74,16 @@ class Proposal:
 
 
 def inspect_command(arguments: Sequence[str]) -> None:
-    """`phase=inspect base=DIR [out=DIR] [k=N] [name=NAME]`. Raises Edge0Error for anything else."""
-    settings = dict(argument.partition("=")[::2] for argument in arguments if argument != "phase=inspect")
+    """`inspect base=DIR [out=DIR] [k=N] [name=NAME]`, or the same after `phase=inspect`. Raises Edge0Error for anything else."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE)
+        return
+    called = "phase=inspect" if "phase=inspect" in arguments else "inspect"
+    settings = dict(argument.partition("=")[::2] for argument in arguments if argument != called)
     unknown = sorted(settings.keys() - set(SETTINGS))
     if unknown or not settings.get("base"):
         raise Edge0Error(
-            f"phase=inspect: {', '.join(unknown) or 'base is missing'}; it takes base=DIR and, if wanted,"
+            f"{called}: {', '.join(unknown) or 'base is missing'}; it takes base=DIR and, if wanted,"
             " out=DIR (writes DIR/tier/<name>.yaml), k=N, name=NAME"
         )
     if not re.fullmatch(r"[1-9]\d{0,6}|", settings.get("k", "")):

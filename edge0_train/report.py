@@ -20,7 +20,7 @@ def print_plan(config: Config, facts: Mapping[str, Any]) -> None:
         "base": f"{config.base.directory} ({config.base.dtype} on {config.base.device})",
         "routing": f"K={tier.k} of {tier.num_experts} (base K={tier.base_k}), {tier.router.kind}, layers"
         f" {tier.consumers[0]}..{tier.consumers[-1]} predicted",
-        "teacher": f"{config.teacher.directory}, native at K={tier.base_k}",
+        "teacher": f"{config.teacher.directory or 'not set'}, native at K={tier.base_k}",
         "run": f"{config.run_dir} (all settings: its config.yaml)",
     }
     rows = {**head, **facts}

@@ -31,15 +31,12 @@ from accelerate.utils import broadcast_object_list
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
-from edge0_train.config import Config, to_dict
+from edge0_train.config import Config, all_settings, to_dict
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 T = TypeVar("T")
-VOLATILE = (
-    "resume", "dry_run", "logger", "threads", "sample.max_truncated", "sample.max_repetitive", "sample.max_growth",
-    "teacher.resident",
-)  # fmt: skip
-"""Settings, or groups of them, that may differ between a run and its continuation."""
+VOLATILE = frozenset(name for name, setting in all_settings().items() if setting.volatile)
+"""Settings that may differ between a run and its continuation."""
 
 
 @dataclass
@@ -251,7 +248,7 @@ def _same_config(saved: dict[str, Any], now: dict[str, Any], directory: Path) ->
     differing = [
         f"{key}: saved {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted({*before, *after})
-        if before.get(key) != after.get(key) and not {key, key.split(".")[0]} & {*VOLATILE}
+        if before.get(key) != after.get(key) and key not in VOLATILE
     ]
     if differing:
         raise Edge0Error(

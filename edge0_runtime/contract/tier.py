@@ -257,6 +257,7 @@ def builtin_tier(name: str) -> Tier:
 
 
 def _tier_of_file(path: Path) -> Tier:
+    """The tier of a YAML file, whose section `settings` is training's (edge0_train/config/tiers.py)."""
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     if isinstance(data, dict):
         data.pop(SETTINGS, None)

@@ -1,22 +1,18 @@
-"""One function per phase: build, print the plan, loop, export. `PHASES` maps a phase's name to it."""
+"""One module per phase, with a function of its name: build, print the plan, loop, export. `config.PHASES` lists them."""
 
-from edge0_train.phases.evaluate import evaluate
-from edge0_train.phases.export import export
-from edge0_train.phases.head_distill import head_distill
-from edge0_train.phases.on_policy import on_policy
-from edge0_train.phases.quantize import quantize
-from edge0_train.phases.student_sft import student_sft
-from edge0_train.phases.teacher_text import teacher_text
+from __future__ import annotations
 
-PHASES = {
-    "quantize": quantize,
-    "teacher_text": teacher_text,
-    "head_distill": head_distill,
-    "head_refine": head_distill,
-    "student_sft": student_sft,
-    "on_policy": on_policy,
-    "evaluate": evaluate,
-    "export": export,
-}
+import importlib
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["PHASES"]
+from edge0_train.config import PHASES, Config
+from edge0_train.run import Run
+
+Phase = Callable[[Config, Run], dict[str, Any]]
+
+
+def phase_function(name: str) -> Phase:
+    """The function that does a phase, imported when it is asked for."""
+    assert name in PHASES, name
+    return getattr(importlib.import_module(f"edge0_train.phases.{name}"), name)

@@ -15,19 +15,12 @@ from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import read_input
-from edge0_train.config import Config
+from edge0_train.config import STAGE_NAMES, Config
 from edge0_train.data.rows import read_data
 from edge0_train.measure.bench import Stage, load_heads, open_bench, warm_heads
 from edge0_train.measure.quality import measure
 from edge0_train.report import print_plan, table
 from edge0_train.run import Run
-
-STAGE_NAMES = {
-    "head_distill": "heads only",
-    "head_refine": "+ refinement",
-    "student_sft": "+ SFT",
-    "on_policy": "+ on-policy",
-}
 
 
 def evaluate(config: Config, run: Run) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python -m edge0_train phase=head_distill tier=35b
 
 Phase 1 (docs/method.md 2.1) runs the base natively: heads learn from the features of a model that routes correctly. Refinement
-goes on from there with `heads.features=student`: the heads' own predictions route, as in decoding, and the target is the true
+goes on from there (phase=head_refine): the heads' own predictions route, as in decoding, and the target is the true
 router on the hidden states that come of it. It closes the "feature drift" that the paper leaves open.
 """
 
@@ -56,7 +56,7 @@ class HeadBatch:
 def head_distill(config: Config, run: Run) -> dict[str, Any]:
     """Train all heads in one pass over the base, without gradients through it; writes the prerouter file."""
     tier, optim = config.tier, config.optim
-    refining = config.heads.features == "student"
+    refining = config.phase == "head_refine"
     if config.dry_run:
         sketch = sketch_student(config, lora=False, heads=True)
         assert sketch.heads
@@ -139,7 +139,8 @@ def _plan(config: Config, path: StudentPath, heads: PrerouterHeads, rows: Rows) 
     facts = training_plan(config, path, dict(heads.named_parameters()), rows, through_base=False)
     shape = f"{tier.head_input} -> {tier.head_width} -> {tier.num_experts}"
     return facts | {
-        "heads": f"{len(tier.owners)} (owners {tier.owners[0]}..{tier.owners[-1]}), {shape}, on {config.heads.features} features,"
+        "heads": f"{len(tier.owners)} (owners {tier.owners[0]}..{tier.owners[-1]}), {shape}, on"
+        f" {'student' if config.phase == 'head_refine' else 'base'} features,"
         f" {config.heads.loss} loss"
     }
 

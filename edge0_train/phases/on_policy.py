@@ -1,7 +1,7 @@
 """phase=on_policy: the student writes, the teacher scores, the LoRA trains with reverse KL (docs/method.md 2.3).
 
     python -m edge0_train phase=on_policy tier=35b
-    python -m edge0_train phase=on_policy tier=35b on_policy.loss=forward_kl    # a control, see LOSSES
+    python -m edge0_train phase=on_policy tier=35b on_policy.loss=forward_kl    # a control, see losses.ON_POLICY_LOSSES
 
 Rounds of rollout -> score -> train. Every stage of a round is on disk (`round-000/`), so that student and teacher need not be
 in memory together and a stopped run continues with the very rollouts it had.
@@ -10,7 +10,6 @@ in memory together and a stopped run continues with the very rollouts it had.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,7 @@ from edge0_train.data.gates import RowHealth, check_rows
 from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate, read_rows, shuffled
 from edge0_train.loop import Backward, Problem, train
-from edge0_train.losses import (
-    chunked,
-    forward_kl,
-    mass_on,
-    reverse_kl,
-    reverse_kl_no_tail,
-    sampled_token,
-)
+from edge0_train.losses import ON_POLICY_LOSSES, chunked, mass_on
 from edge0_train.phases.scoring import Scored, Scorer, join, score
 from edge0_train.phases.student_sft import (
     SAMPLES,
@@ -50,15 +42,6 @@ from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.student import StudentPath, lora_tensors
-
-BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
-LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
-    "reverse_kl": (reverse_kl, BUCKETS),
-    "forward_kl": (forward_kl, BUCKETS),
-    "reverse_kl_no_tail": (reverse_kl_no_tail, BUCKETS),
-    "sampled_token": (sampled_token, ("sampled_C", "sampled_logp_C")),
-}
-"""`on_policy.loss`: the summed loss of (logits, *targets), and the fields of `Scored` that are its targets."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +189,7 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Summed loss on the student path; to log, the teacher's and the student's mass on the teacher's top-k."""
     batch, scored = micro.batch, micro.scored
-    loss, fields = LOSSES[kind]
+    loss, fields = ON_POLICY_LOSSES[kind]
     routing = student_routing(path, batch, predictability)
     output = path.hidden(batch.input_ids_BT, routing, use_cache=False)
     hidden_NH = output.last_hidden_state[batch.labels_BT != IGNORE]

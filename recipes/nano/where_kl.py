@@ -22,11 +22,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from edge0_train.adapters import read_input
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import STAGE_NAMES, Config, config_directory, read_config
 from edge0_train.data.rows import IGNORE, read_data
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, load_heads, open_bench, routing_of, running
-from edge0_train.phases.evaluate import STAGE_NAMES
 from edge0_train.report import table
 
 QUANTILES = (0.5, 0.9, 0.99)

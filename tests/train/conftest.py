@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import base_info, write_output
 from edge0_train.base.load import load_base
 from edge0_train.base.quantize_model import quantize_checkpoint
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import Config, configure
 from edge0_train.data import tasks
 from edge0_train.data.chat import Chat
 from edge0_train.data.prompts import Prompt
@@ -40,10 +39,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Make:
     root = tmp_path_factory.mktemp("nano")
 
     def make(phase: str, *overrides: str) -> Config:
-        with initialize_config_dir(str(config_directory()), version_base=None):
-            return read_config(
-                compose("train", [f"phase={phase}", f"root={root}", "logger.wandb=disabled", *overrides])
-            )
+        return configure(f"phase={phase}", f"root={root}", "logger.wandb=disabled", *overrides)
 
     config = make("head_distill")
     quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)

@@ -12,7 +12,7 @@ from edge0_train.adapters import input_path
 from edge0_train.build import build_student
 from edge0_train.data.rows import collate, write_data
 from edge0_train.losses import HEAD_LOSSES
-from edge0_train.phases import PHASES
+from edge0_train.phases import phase_function
 from edge0_train.phases.head_distill import HeadBatch, distill, head_distill
 from edge0_train.run import open_run
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
@@ -120,7 +120,7 @@ def test_rows_of_another_tokenizer_are_refused(make_config, tmp_path, phase):
     write_data(tmp_path / "text", task_rows("train", 12), task_rows("eval", 8), {"tokenizer_sha256": "ab" * 32})
     config = make_config(phase, f"run_dir={tmp_path / 'run'}", f"text.rows={tmp_path / 'text'}", "inputs.lora=")
     with pytest.raises(Edge0Error, match=r"text\.rows: .*text was written with another tokenizer \(abababababab\)"):
-        PHASES[phase](config, open_run(config))
+        phase_function(phase)(config, open_run(config))
 
 
 def test_the_base_gets_no_gradient(path):

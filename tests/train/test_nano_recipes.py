@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config import config_directory, read_config
+from edge0_train.config import configure
 from edge0_train.data.chat import Chat
 from edge0_train.data.prompts import load_prompts
 from edge0_train.data.tasks import problems
@@ -86,8 +85,7 @@ def test_a_directory_without_a_complete_seed_says_so(tmp_path):
 
 @pytest.mark.parametrize("phase", ["teacher_text", "student_sft", "on_policy", "evaluate"])
 def test_the_long_chain_experiment_has_room_for_whole_answers(phase):
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        config = read_config(compose("train", [f"phase={phase}", "tier=nano", "experiment=long_chain"]))
+    config = configure(f"phase={phase}", "tier=nano", "experiment=long_chain")
     chat = Chat(config.teacher.directory)
     prompts = load_prompts(config.text.prompts, train=20, held_out=20, seed=0).train
     assert {prompt.task for prompt in prompts} == {"chain"}

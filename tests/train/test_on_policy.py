@@ -21,13 +21,13 @@ from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import load_teacher
-from edge0_train.config import ON_POLICY_LOSSES, Config, asset, config_directory, read_config
+from edge0_train.config import Config, all_settings, asset, config_directory, read_config
 from edge0_train.data.rows import IGNORE, TextRow, collate
-from edge0_train.losses import forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
+from edge0_train.losses import ON_POLICY_LOSSES, forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
 from edge0_train.measure.bench import warm_heads
 from edge0_train.measure.quality import repetition
 from edge0_train.phases import scoring
-from edge0_train.phases.on_policy import LOSSES, ScoredBatch
+from edge0_train.phases.on_policy import ScoredBatch
 from edge0_train.phases.scoring import Scored, score, teacher_scores
 from edge0_train.phases.student_sft import student_sft
 from edge0_train.run import open_run
@@ -85,9 +85,9 @@ def test_scores_are_the_teachers_view_of_every_completion_token(path, scored):
 
 
 def test_every_loss_of_the_configuration_is_there():
-    assert tuple(LOSSES) == ON_POLICY_LOSSES
+    assert tuple(ON_POLICY_LOSSES) == all_settings()["on_policy.loss"].allowed()
     fields = {f.name for f in dataclasses.fields(Scored)}
-    assert all(set(names) <= fields for _, names in LOSSES.values())
+    assert all(set(names) <= fields for _, names in ON_POLICY_LOSSES.values())
 
 
 @pytest.mark.parametrize("kind", ON_POLICY_LOSSES)

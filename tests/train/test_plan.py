@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
@@ -15,7 +15,7 @@ from edge0_train import build
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student, sketch_student
 from edge0_train.cli import run_chain
-from edge0_train.config import PHASE_NAMES, config_directory
+from edge0_train.config import PHASE_NAMES, config_directory, configure
 from edge0_train.data.rows import read_data
 from edge0_train.phases.evaluate import evaluate
 from edge0_train.phases.export import export
@@ -94,7 +94,7 @@ def test_a_dry_run_of_the_whole_chain_needs_config_and_prompts_alone(tmp_path, c
     settings = (f"teacher.directory={source}", "base.device=cpu", "sample.prompts=40", "optim.steps=4")
     with initialize_config_dir(str(config_directory()), version_base=None):
         run_chain(
-            compose("train").chain,
+            configure().chain,
             [f"tier={tier}", f"root={tmp_path / 'root'}", "dry_run=true", *REQUIRED, *settings],
         )
     plans = capsys.readouterr().out

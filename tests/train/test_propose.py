@@ -15,6 +15,7 @@ from edge0_runtime import cli as runtime_cli
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, builtin_tier, read_tier
 from edge0_train import cli
+from edge0_train.config import check_choices
 from edge0_train.propose import inspect_command, propose
 from edge0_train.synthetic import synthetic_config
 from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
@@ -148,10 +149,11 @@ def test_a_tier_file_is_a_tier_for_the_other_commands_too(tmp_path, capsys, monk
 def test_tiers_of_the_users_own_folder_are_choices(tmp_path):
     inspect_command(["phase=inspect", f"base={TEACHER}", f"out={tmp_path}", "name=own"])
     for flags in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path)], ["-cd", str(tmp_path)]):
-        cli._check_choices([*flags, "tier=own"])
-        cli._check_choices([*flags, "tier=nano"])
+        own = cli.own_config_directories(flags)
+        check_choices([*flags, "tier=own"], own)
+        check_choices([*flags, "tier=nano"], own)
     with pytest.raises(Edge0Error, match=r"tier: 'own' is unknown; choose one of 35b"):
-        cli._check_choices(["tier=own"])
+        check_choices(["tier=own"])
 
 
 @pytest.mark.parametrize("model", REAL)

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import Config, configure, read_config
 from edge0_train.loop import train
 from edge0_train.run import code_commit, open_run, start_wandb
 from tests.train.test_loop import OPTIM, Toy, run_in, same
@@ -31,8 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        return read_config(compose("train", [f"root={tmp_path}/root", "phase=student_sft"]))
+    return configure(f"root={tmp_path}/root", "phase=student_sft")
 
 
 def resumed(config: Config, **changes: object) -> Config:

@@ -1,0 +1,50 @@
+"""Configuration: every setting is declared once (`fields.py`), every phase once (`phases.py`), every tier once (configs/tier).
+
+    config = configure("phase=student_sft", "tier=nano", "optim.steps=20")
+
+is what `python -m edge0_train phase=student_sft tier=nano optim.steps=20` runs with. Composing imports no torch.
+"""
+
+from edge0_train.config.compose import asset, check_choices, configure, read_config, to_dict
+from edge0_train.config.fields import (
+    Base,
+    Config,
+    Export,
+    Heads,
+    Inputs,
+    Logger,
+    OnPolicy,
+    Optim,
+    Sample,
+    Teacher,
+    Text,
+    all_settings,
+)
+from edge0_train.config.phases import PHASE_NAMES, PHASES, STAGE_NAMES, PhaseFacts
+from edge0_train.config.tiers import config_directory, user_tiers
+
+__all__ = [
+    "PHASES",
+    "PHASE_NAMES",
+    "STAGE_NAMES",
+    "Base",
+    "Config",
+    "Export",
+    "Heads",
+    "Inputs",
+    "Logger",
+    "OnPolicy",
+    "Optim",
+    "PhaseFacts",
+    "Sample",
+    "Teacher",
+    "Text",
+    "all_settings",
+    "asset",
+    "check_choices",
+    "config_directory",
+    "configure",
+    "read_config",
+    "to_dict",
+    "user_tiers",
+]

@@ -1,0 +1,138 @@
+"""From words on a command line to a `Config`: Hydra composes, `read_config` reads and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.fields import check_fields
+from edge0_runtime.contract.tier import Tier
+from edge0_train.config.checks import check
+from edge0_train.config.fields import Config
+from edge0_train.config.phases import PHASES
+from edge0_train.config.tiers import config_directory, user_tiers
+
+
+def asset(name: str) -> str:
+    """Path of a file or directory that comes with the package (`${asset:nano-teacher}` in the YAML)."""
+    return str(Path(__file__).parents[1] / "assets" / name)
+
+
+OmegaConf.register_new_resolver("asset", asset, replace=True)
+
+
+def configure(*overrides: str, config_dir: str | Path | None = None) -> Config:
+    """The configuration that `python -m edge0_train [--config-dir DIR] <overrides>` makes, for recipes, notebooks and tests.
+
+        config = configure("phase=student_sft", "tier=nano", "root=/tmp/run", "optim.steps=20")
+
+    Args:
+        overrides: as on the command line: `phase=...`, `tier=...`, `a.b=c`, `+x=1`, `~x`, `experiment=...`.
+        config_dir: a folder with tiers (`tier/<name>.yaml`) and experiments of your own.
+
+    Raises:
+        Edge0Error: a setting that is unknown, missing or wrong; names field, value and fix.
+    """
+    own = [] if config_dir is None else [Path(config_dir).absolute()]
+    check_choices(overrides, own)
+    search = [f"hydra.searchpath=[{', '.join(f'file://{path}' for path in own)}]"] * bool(own)
+    try:
+        with _no_hydra(), user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
+            composed = compose("train", [*overrides, *search])
+    except HydraException as error:
+        raise Edge0Error(" ".join(str(error).split())) from error
+    return read_config(composed)
+
+
+@contextmanager
+def _no_hydra() -> Iterator[None]:
+    """Inside the block nothing has been initialised: Hydra refuses a second time, as in a run that configures another."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def check_choices(overrides: Sequence[str], own: Sequence[Path] = ()) -> None:
+    """A phase or a tier that is unknown as one sentence (Hydra's own message has twelve lines).
+
+    Args:
+        own: the user's directories, whose folder `tier` has tiers too.
+    """
+    places = (config_directory(), *own)
+    known = {
+        "phase": sorted([*PHASES, "all"]),
+        "tier": sorted({file.stem for place in places for file in (place / "tier").glob("*.yaml")}),
+    }
+    for override in overrides:
+        group, _, value = override.partition("=")
+        unknown = [choice for choice in value.split(",") if choice not in known.get(group, value.split(","))]
+        if unknown:
+            raise Edge0Error(f"{group}: {', '.join(unknown)!r} is unknown; choose one of {', '.join(known[group])}")
+
+
+def read_config(composed: Any) -> Config:
+    """Resolve and check a composed configuration. Raises Edge0Error naming field, value and fix."""
+    missing = sorted(_unset(OmegaConf.to_container(composed)))
+    if missing:
+        raise Edge0Error(f"{', '.join(missing)}: not set; give a value on the command line, e.g. {missing[0]}=...")
+    try:
+        data = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise Edge0Error(f"configuration: {str(error).splitlines()[0]}") from error
+    assert isinstance(data, dict)
+    config = _build(Config, {key: value for key, value in data.items() if key != "hydra"}, "")
+    check(config)
+    return config
+
+
+def _unset(data: Any, where: str = "") -> Iterator[str]:
+    """Keys whose value is `???` (OmegaConf's own function stumbles over interpolations of such a key)."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _unset(value, f"{where}{key}.")
+        elif value == "???":
+            yield f"{where}{key}"
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data, for the run directory's resolved config."""
+    return dataclasses.asdict(dataclasses.replace(config, tier=None)) | {"tier": config.tier.to_dict()}  # type: ignore[arg-type]
+
+
+def _build(cls: Any, data: Any, where: str) -> Any:
+    if cls is Tier:
+        return Tier.from_dict(data)
+    if not isinstance(data, Mapping):
+        raise Edge0Error(f"{where}: {data!r} is not a group of fields")
+    hints = typing.get_type_hints(cls)
+    check_fields(where or "config", cls, data)
+    names = [f.name for f in dataclasses.fields(cls)]
+    return cls(**{name: _value(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    expected = hint if isinstance(hint, (type, types.UnionType)) else object
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise Edge0Error(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")
+    return value

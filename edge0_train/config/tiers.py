@@ -1,0 +1,213 @@
+"""What Hydra finds in its groups `phase`, `tier` and `settings`: the table of phases, and the tier files.
+
+A tier file is the tier and, in its section `settings`, what was measured to be good for it:
+
+    settings:
+      like: nano                 # begins with that tier's settings (if wanted)
+      all: {threads: 1}          # every phase
+      student_sft:               # one phase; wins over `all`
+        optim: {steps: 360}
+
+Hydra's group `tier` gets the file without this section, its group `settings` gets `<phase>-<tier>` made from it, so that
+precedence stays Hydra's own: the order of the defaults list in configs/train.yaml. The classes below are plugins of Hydra: a
+source of configs that looks into tier files, and one that lets it look there before it looks at the files themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.config.fields import all_settings
+from edge0_train.config.phases import PHASES
+
+SECTION, LIKE, ALL = "settings", "like", "all"
+
+
+def config_directory() -> Path:
+    """Where the YAML files lie: inside the package in a wheel, at the top of a checkout."""
+    packaged = Path(__file__).parents[1] / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+_user_directories: ContextVar[tuple[Path, ...]] = ContextVar("user_directories", default=())
+
+
+@contextmanager
+def user_tiers(*directories: Path) -> Iterator[None]:
+    """Inside the block, Hydra also finds the tiers of these directories' folders `tier`; the project's own come first."""
+    token = _user_directories.set(tuple(path.absolute() for path in directories))
+    try:
+        yield
+    finally:
+        _user_directories.reset(token)
+
+
+def tier_file(name: str, *directories: Path) -> Path | None:
+    """The file of a tier in the first of the directories that has it."""
+    files = (directory / "tier" / f"{name}.yaml" for directory in directories)
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_tier_file(file: Path) -> tuple[DictConfig, dict[str, Any]]:
+    """(the tier, its section `settings`), as Hydra reads numbers. Raises Edge0Error: no YAML, or a section that is wrong."""
+    try:
+        tier = OmegaConf.load(file)
+    except yaml.YAMLError as error:
+        raise Edge0Error(f"tier: {file} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tier, DictConfig):
+        raise Edge0Error(f"tier: {file} is not a mapping of fields to values")
+    section = tier.pop(SECTION, None)
+    found: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else section or {}
+    _check(file, found)
+    return tier, found
+
+
+def tier_settings(phase: str, tier: str, *directories: Path) -> DictConfig | None:
+    """What a tier says for a phase: of the tier that it is `like`, then `all`, then the phase's own; None: nothing."""
+    parts: list[Any] = []
+    seen: list[str] = []
+    name: str | None = tier
+    while name:
+        file = tier_file(name, *directories)
+        if file is None or name in seen:
+            if not seen:
+                return None
+            raise Edge0Error(
+                f"{tier_file(seen[-1], *directories)} {SECTION}.{LIKE}: {name!r} is no other tier; name one that has a file"
+            )
+        seen.append(name)
+        _, section = read_tier_file(file)
+        parts += [section[key] for key in (phase, ALL) if section.get(key)]
+        name = section.get(LIKE)
+    merged = OmegaConf.merge(*reversed(parts)) if parts else None
+    assert merged is None or isinstance(merged, DictConfig)
+    return merged
+
+
+def _check(file: Path, section: Any) -> None:
+    """Raise Edge0Error, naming file, field and fix, unless the section has known phases and known settings."""
+    where = f"{file} {SECTION}"
+    if not isinstance(section, Mapping):
+        raise Edge0Error(f"{where}: {section!r} is not a mapping of phases to settings")
+    for key, values in section.items():
+        if key == LIKE and isinstance(values, str):
+            continue
+        if key not in (ALL, *PHASES):
+            raise Edge0Error(
+                f"{where}.{key}: no such phase; choose one of {', '.join((ALL, *PHASES))}, or {LIKE}: TIER"
+            )
+        if values is None:
+            continue
+        for name in _names(f"{where}.{key}", values):
+            if name not in all_settings():
+                near = difflib.get_close_matches(name, all_settings(), n=1, cutoff=0)[0]
+                raise Edge0Error(f"{where}.{key}.{name}: no such setting; did you mean {near}?")
+
+
+def _names(where: str, values: Any, prefix: str = "") -> Iterator[str]:
+    if not isinstance(values, Mapping):
+        raise Edge0Error(f"{where}: {values!r} is not a mapping of settings to values")
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _names(f"{where}.{key}", value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+GROUPS = ("phase", "settings", "tier")
+
+
+class TierSource(ConfigSource):
+    """The groups `phase`, `tier` and `settings` of one directory; files are read once in a source's life."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider=provider, path=path)
+        self._node = functools.cache(self._read)
+
+    @staticmethod
+    def scheme() -> str:
+        return "edge0"
+
+    def available(self) -> bool:
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        node = self._node(config_path.removesuffix(".yaml"))
+        if node is None:
+            raise ConfigLoadError(f"{config_path}: not in {self.path}")
+        package = None if config_path.startswith("tier/") else "_global_"
+        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", copy.deepcopy(node), {"package": package})
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") in ("", *GROUPS)
+
+    def is_config(self, config_path: str) -> bool:
+        return self._node(config_path.removesuffix(".yaml")) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        group = config_path.rstrip("/")
+        if results_filter == (ObjectType.CONFIG if group == "" else ObjectType.GROUP):
+            return []
+        tiers = sorted(file.stem for file in (Path(self.path) / "tier").glob("*.yaml"))
+        pairs = [f"{phase}-{tier}" for tier in tiers for phase in PHASES]
+        return {
+            "": [*GROUPS],
+            "phase": [*PHASES, "all"],
+            "tier": tiers,
+            "settings": [pair for pair in pairs if self.is_config(f"settings/{pair}")],
+        }[group]
+
+    def _read(self, config_path: str) -> DictConfig | None:
+        group, _, name = config_path.partition("/")
+        if group == "phase":
+            return _phase(name)
+        phase, _, tier = name.partition("-") if group == "settings" else ("", "", name)
+        file = tier_file(tier, Path(self.path)) if group in GROUPS else None
+        if file is None:
+            return None
+        if group == "settings":
+            return tier_settings(phase, tier, Path(self.path), config_directory(), *_user_directories.get())
+        node, _ = read_tier_file(file)
+        if isinstance(node.get("router"), DictConfig):
+            OmegaConf.set_struct(
+                node.router, False
+            )  # tier.router.mass_k=16 needs no +; `Tier.from_dict` knows the fields
+        return node
+
+
+def _phase(name: str) -> DictConfig | None:
+    """A phase's node: its name and its own defaults."""
+    if name not in (*PHASES, "all"):
+        return None
+    node = OmegaConf.create({"phase": name})
+    for setting, value in PHASES[name].defaults.items() if name in PHASES else ():
+        OmegaConf.update(node, setting, value)
+    return node
+
+
+class TierSearchPath(SearchPathPlugin):
+    """Lets Hydra look into tier files with `TierSource` first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for directory in reversed((config_directory(), *_user_directories.get())):
+            search_path.prepend("edge0_train", f"{TierSource.scheme()}://{directory}")
+
+
+for plugin in (TierSource, TierSearchPath):
+    Plugins.instance().register(plugin)

@@ -1,0 +1,120 @@
+"""The command line around Hydra: help, subcommands, the user's own tiers, and what is set before torch is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from edge0_train import cli
+from edge0_train.config import PHASES, config_directory
+from edge0_train.config.pages import settings_markdown, settings_yaml
+from tests.tiny_models import TEACHER
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """(exit code, stdout, stderr) of the command line, in this process."""
+
+    monkeypatch.chdir(tmp_path)  # Hydra's --multirun leaves a multirun.yaml
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["edge0_train", *arguments])
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_a_short_page_of_our_own(command, flag):
+    code, page, _ = command(flag)
+    assert code == 0 and len(page.splitlines()) < 40 and "Hydra" in page and "powered by" not in page
+    for name, facts in PHASES.items():
+        assert f"  {name} " in page and facts.sentence in page
+    assert all(f"edge0_train {name}" in page for name in cli.SUBCOMMANDS)
+    assert cli.EXAMPLES in page
+    assert command() == (2, "", page), "without a word, the same page says what is missing"
+
+
+def test_help_beside_other_words_stays_hydras(command):
+    code, page, _ = command("phase=quantize", "--help")
+    assert code == 0 and "phase: all, evaluate, export" in page and "head_distill-nano-ling" in page
+
+
+def test_settings_prints_the_map_and_the_page(command):
+    assert command("settings") == (0, settings_yaml(), "")
+    assert command("settings", "--markdown") == (0, settings_markdown(), "")
+    assert command("settings", "--help")[1].startswith("usage: python -m edge0_train settings [--markdown]")
+    code, _, error = command("settings", "optim")
+    assert code == 2 and error == "error: settings: 'optim' is unknown; it takes --markdown, or nothing\n"
+
+
+def test_inspect_is_a_subcommand_and_still_a_phase(command):
+    code, printed, _ = command("inspect", f"base={TEACHER}", "name=own")
+    assert code == 0 and "name: own" in printed
+    assert command("phase=inspect", f"base={TEACHER}", "name=own") == (0, printed, "")
+    assert command("inspect", "--help")[1].startswith("usage: python -m edge0_train inspect base=DIR")
+    assert command("inspect", "tier=nano")[2].startswith("error: inspect: tier; it takes base=DIR")
+
+
+def test_settings_of_the_users_own_tier_reach_hydra(command, tmp_path):
+    """Through --config-dir, shown by Hydra itself, over several runs too."""
+    data = yaml.safe_load((config_directory() / "tier/nano.yaml").read_text(encoding="utf-8"))
+    data |= {"name": "own", "settings": {"all": {"threads": 3}, "export": {"export": {"trace_top": 5}}}}
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier/own.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    where = ("--config-dir", str(tmp_path), "phase=export")
+    code, shown, _ = command(*where, "tier=own", "--cfg", "job")
+    composed = yaml.safe_load(shown)
+    assert code == 0 and (composed["threads"], composed["export"]["trace_top"]) == (3, 5)
+    assert "settings" not in composed["tier"] and composed["tier"]["router"] == {"kind": "softmax_topk"}
+    code, plans, _ = command(*where, "tier=own,nano", f"root={tmp_path}", "dry_run=true", "--multirun")
+    assert code == 0 and "export, tier own" in plans and "export, tier nano" in plans
+
+
+def test_a_chain_is_read_whole_before_it_starts(command, tmp_path):
+    """What only the second phase reads is missing: the first one does not begin."""
+    code, output, error = command(
+        "phase=all", "tier=8b", f"root={tmp_path / 'root'}", f"teacher.directory={TEACHER}", "base.device=cpu"
+    )
+    assert (
+        code == 2 and not output and error.startswith("error: text.prompts: not set, but phase=teacher_text reads it")
+    )
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["runpy.run_module('edge0_train', run_name='__main__')", "from edge0_train.cli import main; main()"],
+    ids=["python -m", "console script"],
+)
+def test_how_threads_wait_is_said_before_torch_is_imported(start, tmp_path):
+    """libgomp reads OMP_WAIT_POLICY when it is loaded."""
+    code = f"""
+import os, runpy, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("policy:", os.environ.get("OMP_WAIT_POLICY"))
+            raise KeyboardInterrupt  # seen enough
+sys.meta_path.insert(0, Watch())
+sys.argv = ["edge0_train", "phase=quantize", "tier=nano", "dry_run=true", {f"root={tmp_path}"!r}]
+try:
+    {start}
+except KeyboardInterrupt:
+    pass
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["policy:", "PASSIVE"], done.stderr
