@@ -23,7 +23,7 @@ from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_train.base.names import family_names
 from edge0_train.student.heads import PrerouterHeads
 from edge0_train.student.packing import Documents, isolate_documents
-from edge0_train.student.routing import multi_hot, select, weigh
+from edge0_train.student.router import multi_hot, select, weigh
 
 
 @dataclass
