@@ -177,7 +177,7 @@ def first_error(prompt: str, completion: str) -> int | None:
 
 def report(out: Path) -> str:
     """A table of all seeds that are there, and the mean over them."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("seed*/result.json"))]
+    results = [json.loads(file.read_text()) for file in sorted(out.glob("seed*/result.json"))]
     if not results:
         return f"{out}: no results yet"
     columns = [

@@ -247,7 +247,7 @@ def _cell(values: Sequence[float]) -> str | None:
     return f"{mean:.4f}" + (f" +-{spread(values):.4f}" if len(values) > 1 else "")
 
 
-def plot(results: Mapping[int, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
+def plot(results: Mapping[int, Mapping[str, Mapping[str, Any]]], file: Path) -> None:
     """KL to the teacher (log) and exact match of every arm: bar for the mean, a dot for each seed."""
     import matplotlib
 
@@ -269,7 +269,7 @@ def plot(results: Mapping[int, Mapping[str, Mapping[str, Any]]], path: Path) -> 
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(arms)), [ARMS[arm].what for arm in arms], fontsize=8)
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=130)
+    figure.savefig(file, dpi=130)
     plt.close(figure)
 
 
