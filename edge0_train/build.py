@@ -57,11 +57,7 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
         config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device, packed=packed
     )
     model.set_experts_implementation(EXPERTS)
-    heads = None
-    if heads_file:
-        heads = PrerouterHeads(config.tier).to(config.base.device)
-        heads.load(heads_file.tensors)
-        heads.requires_grad_(False)
+    heads = load_heads(heads_file, config.base.device) if heads_file else None
     if lora_file or new_lora:
         torch.manual_seed(config.seed)
         add_lora(model, config.tier)
@@ -72,6 +68,20 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
     return Student(StudentPath(model, config.tier, heads), Chat(config.base.directory), base, heads_file, lora_file)
 
 
+def load_heads(adapter: Adapter, device: torch.device | str) -> PrerouterHeads:
+    """Heads with the values of a prerouter file, frozen."""
+    heads = PrerouterHeads(adapter.tier).to(device)
+    heads.load(adapter.tensors)
+    return heads.requires_grad_(False)
+
+
+def warm_heads(path: StudentPath) -> PrerouterHeads:
+    """Untrained heads: the next layer's router applied to this layer's hidden state (docs/method.md 1.3)."""
+    heads = PrerouterHeads(path.tier).to(path.model.device)
+    heads.warm_start(lambda layer: path.router(layer).weight)
+    return heads
+
+
 def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
     """The student's modules and shapes on the meta device, for `dry_run=true`: no weights and no adapters are read.
 
@@ -79,7 +89,7 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
     """
     layout = config.tier.layout
     places = [Path(config.base.directory) / "config.json", Path(config.base.source) / "config.json"]
-    file = next((path for path in places if path.is_file()), None)
+    file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
     try:
@@ -182,7 +192,7 @@ def check_text(config: Config, student: Student, data: TextData) -> None:
 
 def hash_tokenizer(directory: str) -> str:
     """sha256 of tokenizer.json. Raises Edge0Error when it is missing."""
-    path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file():
         raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
-    return sha256_file(path)
+    return sha256_file(file)

@@ -44,8 +44,8 @@ Backward = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a phase gives to the loop.
+class Objective:
+    """What a phase gives to the loop: what trains, on which windows, by which loss (`edge0_train.objectives`).
 
     Attributes:
         trainable: {name: parameter}; only these get optimizer state.
@@ -69,7 +69,7 @@ class Interrupted(Exception):
     """SIGINT or SIGTERM arrived; the checkpoint of the last step is on disk."""
 
 
-def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
+def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
     """Run steps up to `optim.steps`, from the newest checkpoint if there is one; returns the summary.
 
     With `optim.patience` and a watched metric, training may end earlier, and the trainables end with the best evaluation's
@@ -79,16 +79,16 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
     tensor without gradient), Interrupted after a signal.
     """
     state = PartialState()
-    rates = {name: problem.rates.get(name, 1.0) for name in problem.trainable}
+    rates = {name: objective.rates.get(name, 1.0) for name in objective.trainable}
     groups = [
-        {"params": [p for name, p in problem.trainable.items() if rates[name] == rate], "rate": rate}
+        {"params": [p for name, p in objective.trainable.items() if rates[name] == rate], "rate": rate}
         for rate in sorted(set(rates.values()), reverse=True)
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, weight_decay=optim.weight_decay)
-    start, tokens_before, last = _resume(run, problem, optimizer)
+    start, tokens_before, last = _resume(run, objective, optimizer)
     early = None
-    if problem.watch and optim.patience:
-        early = EarlyStop(run.checkpoints, problem.watch, optim.patience, problem.trainable, run.metrics())
+    if objective.watch and optim.patience:
+        early = EarlyStop(run.checkpoints, objective.watch, optim.patience, objective.trainable, run.metrics())
     done, tokens_done, began = start, 0, time.perf_counter()
     bar = progress(range(start, optim.steps), run.config.phase, initial=start, total=optim.steps)
     with _stop_signals() as stopped:
@@ -97,17 +97,17 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
                 break
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(optim, step) * group["rate"]
-            metrics = _step(problem, optim, optimizer, step, state)
+            metrics = _step(objective, optim, optimizer, step, state)
             tokens_done += metrics.pop("tokens")
             done = step + 1
             rate = tokens_done / (time.perf_counter() - began)
             bar.set_postfix(loss=f"{metrics['loss']:.4f}", tokens_s=f"{rate:.0f}", refresh=False)
             if done % run.config.logger.every == 0 or done == optim.steps:
-                if problem.evaluate:
-                    metrics |= problem.evaluate(done)
+                if objective.evaluate:
+                    metrics |= objective.evaluate(done)
                 last = {**metrics, "lr": learning_rate(optim, step), "tokens_per_second": round(rate, 1)}
                 if early:
-                    early.see(done, last[problem.watch])
+                    early.see(done, last[objective.watch])
                 if state.is_main_process:
                     run.log(done, last)
             finished = done == optim.steps or bool(early and early.exhausted)
@@ -115,7 +115,7 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
             stopping = any(gather_object([stopped()]))
             if done % run.config.logger.checkpoint_every == 0 or finished or stopping:
                 if state.is_main_process:
-                    save_checkpoint(run.checkpoints, done, tokens_before + tokens_done, problem.trainable, optimizer)
+                    save_checkpoint(run.checkpoints, done, tokens_before + tokens_done, objective.trainable, optimizer)
                     if early:
                         early.forget_others()
                 state.wait_for_everyone()
@@ -123,9 +123,9 @@ def train(run: Run, optim: Optim, problem: Problem) -> dict[str, Any]:
                 raise Interrupted(f"stopped by a signal after step {done}; continue with resume=true")
     if early:
         early.restore()
-        last = {**last, problem.watch: early.best.value, "best_step": early.best.step}
+        last = {**last, objective.watch: early.best.value, "best_step": early.best.step}
         print(
-            f"kept: the values of step {early.best.step} of {done}, which had the best {problem.watch}"
+            f"kept: the values of step {early.best.step} of {done}, which had the best {objective.watch}"
             f" ({early.best.value:.4f})",
             flush=True,
         )
@@ -143,9 +143,9 @@ def learning_rate(optim: Optim, step: int) -> float:
 
 
 def _step(
-    problem: Problem, optim: Optim, optimizer: torch.optim.Optimizer, step: int, state: PartialState
+    objective: Objective, optim: Optim, optimizer: torch.optim.Optimizer, step: int, state: PartialState
 ) -> dict[str, Any]:
-    window = problem.window(step)
+    window = objective.window(step)
     valid = sum(micro.valid for micro in window)
     if valid == 0:
         raise Edge0Error(f"step {step}: no token of the window takes part in the loss; check the rows' completions")
@@ -156,11 +156,11 @@ def _step(
         sums["loss"] += float(loss.detach()) / valid
 
     for micro in window[state.process_index :: state.num_processes]:
-        for name, value in problem.loss(micro, backward).items():
+        for name, value in objective.loss(micro, backward).items():
             sums[name] = sums.get(name, 0.0) + value / valid
     if step == 0:
-        _check_gradients(problem)
-    parameters = list(problem.trainable.values())
+        _check_gradients(objective)
+    parameters = list(objective.trainable.values())
     if state.num_processes > 1:
         sums = _sum_over_ranks(parameters, sums)
     norm = float(nn.utils.clip_grad_norm_(parameters, optim.clip if optim.clip > 0 else math.inf))
@@ -173,9 +173,9 @@ def _step(
     return {**sums, "gradient_norm": norm, "valid_tokens": valid, "tokens": sum(micro.tokens for micro in window)}
 
 
-def _check_gradients(problem: Problem) -> None:
+def _check_gradients(objective: Objective) -> None:
     """A trainable tensor that no rank's loss reaches is a silent no-op: name it after the first backward."""
-    mine = {name for name, parameter in problem.trainable.items() if parameter.grad is None}
+    mine = {name for name, parameter in objective.trainable.items() if parameter.grad is None}
     every = gather_object([mine])  # a rank without a micro-batch reaches nothing
     silent = sorted(set.intersection(*every))
     if silent:
@@ -195,7 +195,7 @@ def _sum_over_ranks(parameters: list[nn.Parameter], sums: dict[str, float]) -> d
     return {name: sum(one.get(name, 0.0) for one in every) for name in sorted(set().union(*every))}
 
 
-def _resume(run: Run, problem: Problem, optimizer: torch.optim.Optimizer) -> tuple[int, int, dict[str, Any]]:
+def _resume(run: Run, objective: Objective, optimizer: torch.optim.Optimizer) -> tuple[int, int, dict[str, Any]]:
     """(first step to do, tokens done before, the last metric row)."""
     if not run.config.resume:
         return 0, 0, {}
@@ -203,7 +203,7 @@ def _resume(run: Run, problem: Problem, optimizer: torch.optim.Optimizer) -> tup
     if not saved:
         run.forget_after(0)
         return 0, 0, {}
-    step, tokens = load_checkpoint(saved[-1], problem.trainable, optimizer)
+    step, tokens = load_checkpoint(saved[-1], objective.trainable, optimizer)
     last = run.forget_after(step)
     print(f"resumed from {saved[-1].name}", file=sys.stderr)
     return step, tokens, last

@@ -1,13 +1,17 @@
 """The losses, in float32; sums over tokens, never means: the loop divides by the global token count of the window.
 
-Vocabulary losses take hidden states and the language-model head and work through `chunk` tokens at a time, recomputed in
+Vocabulary losses take hidden states and the language-model head and work through `CHUNK` tokens at a time, recomputed in
 backward, so that a (tokens x vocabulary) matrix never exists (at 248,320 rows and 4,096 tokens it would be 4 GB).
+
+`HEAD_LOSSES` and `ON_POLICY_LOSSES` are what `heads.loss` and `on_policy.loss` can name. A new loss is a function here and its
+entry there; no other file knows their names.
 Shape letters: N valid tokens, H hidden, V vocabulary, S teacher's top-k, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -15,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Router
-from edge0_train.student.path import RoutingPass, StudentPath
-from edge0_train.student.routing import multi_hot, select
+from edge0_train.student.router import multi_hot, select
 
 HeadLoss = Callable[..., torch.Tensor]
 """(router, head's logits [N, E], true router's logits [N, E], K, its expert bias [E] or None) -> summed loss."""
+
+CHUNK = 1024
+"""Tokens against the whole vocabulary at a time, wherever logits are made for many tokens."""
 
 
 # -- phase 1: heads ----------------------------------------------------------------------------------------------------
@@ -85,25 +91,8 @@ def _ranked(router: Router, logits_NE: torch.Tensor, rank: int, bias_E: torch.Te
     return (with_it - without).argmax(-1, keepdim=True)
 
 
-def routing_divergence(path: StudentPath, routing: RoutingPass) -> torch.Tensor:
-    """How unpredictable a pass's routing is: `head_kl` of the heads from the routers that they replaced (docs/method.md 2.2).
-
-    Summed over consumer layers and predicted inputs. The target is a consumer's own router, with its expert bias, on the
-    student's own hidden state, so the gradient has two ways into a LoRA: through that router's logits, and through the
-    features that the head was given.
-
-    Args:
-        routing: a predicted pass of `path` that has run, with its routers' logits kept (`RoutingPass.keep_logits`).
-    """
-    tier, at_BT, total = path.tier, routing.predicted_BT, torch.zeros(())
-    for layer in tier.consumers:
-        head_NE, router_NE = routing.predictions[layer - 1][at_BT], routing.router_logits[layer][at_BT]
-        divergence = head_kl(tier.router, head_NE, router_NE, tier.k, path.expert_bias(layer))
-        total = total.to(head_NE.device) + divergence
-    return total
-
-
 HEAD_LOSSES: dict[str, HeadLoss] = {"kl": head_kl, "bce": head_bce, "kl_margin": head_kl_margin}
+"""`heads.loss`."""
 
 
 # -- phases 2 and 3: vocabulary losses ---------------------------------------------------------------------------------
@@ -198,20 +187,35 @@ def sampled_token(
     return (reward_N + reward_N * (logp_N - logp_N.detach())).sum()
 
 
-BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
-ON_POLICY_LOSSES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
-    "reverse_kl": (reverse_kl, BUCKETS),
-    "forward_kl": (forward_kl, BUCKETS),
-    "reverse_kl_no_tail": (reverse_kl_no_tail, BUCKETS),
-    "sampled_token": (sampled_token, ("sampled_C", "sampled_logp_C")),
-}
-"""`on_policy.loss`: the summed loss of (logits, *targets), and the fields of `phases.scoring.Scored` that are its targets."""
-
-
 def token_logp(logits_NV: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
     """log p of one token each, float32 [N]."""
     logits_NV = logits_NV.float()
     return logits_NV.gather(-1, ids_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class OnPolicyLoss:
+    """A loss of phase 3.
+
+    Attributes:
+        function: (logits [N, V], *targets) -> summed loss.
+        targets: the fields of the teacher's view (`objectives.scoring.Scored`) that it is given, in order.
+        own_samples: it estimates with what the student itself would write: temperature and top_p must be 1.
+    """
+
+    function: Callable[..., torch.Tensor]
+    targets: tuple[str, ...]
+    own_samples: bool = False
+
+
+_BUCKETS = ("ids_CS", "logp_CS", "log_tail_C")
+ON_POLICY_LOSSES: dict[str, OnPolicyLoss] = {
+    "reverse_kl": OnPolicyLoss(reverse_kl, _BUCKETS),
+    "forward_kl": OnPolicyLoss(forward_kl, _BUCKETS),
+    "reverse_kl_no_tail": OnPolicyLoss(reverse_kl_no_tail, _BUCKETS),
+    "sampled_token": OnPolicyLoss(sampled_token, ("sampled_C", "sampled_logp_C"), own_samples=True),
+}
+"""`on_policy.loss`."""
 
 
 @torch.no_grad()
@@ -226,7 +230,7 @@ def chunked(
     hidden_NH: torch.Tensor,
     lm_head: Callable[[torch.Tensor], torch.Tensor],
     *targets: torch.Tensor,
-    chunk: int = 1024,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """`loss(lm_head(hidden), *targets)` summed over chunks of tokens; each chunk's logits are recomputed in backward.
 

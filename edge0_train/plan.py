@@ -6,7 +6,6 @@ Everything follows from shapes, so that a model on the meta device (`dry_run=tru
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,12 +21,11 @@ from edge0_train.base import transformers_module
 from edge0_train.base.packed import unpacked_numel
 from edge0_train.config import Config, Optim
 from edge0_train.data.rows import TextData, TextRow, read_data
-from edge0_train.losses import chunked
-from edge0_train.student import StudentPath
+from edge0_train.losses import CHUNK
+from edge0_train.student import PrerouterHeads, StudentPath
 
 TRAINABLE_BYTES = 16
 """A float32 value, its gradient, and AdamW's two moments."""
-CHUNK: int = inspect.signature(chunked).parameters["chunk"].default
 GIB = 2**30
 
 
@@ -95,6 +93,24 @@ def training_plan(
     return facts
 
 
+def head_plan(
+    config: Config, path: StudentPath, heads: PrerouterHeads | None, rows: Rows, features: str
+) -> dict[str, str]:
+    """`training_plan` for heads, and what they are; `path` and `heads` may be on the meta device.
+
+    Args:
+        features: whose they see: the "base"'s under native routing, or the "student"'s.
+    """
+    assert heads is not None
+    tier = config.tier
+    facts = training_plan(config, path, dict(heads.named_parameters()), rows, through_base=False)
+    shape = f"{tier.head_input} -> {tier.head_width} -> {tier.num_experts}"
+    return facts | {
+        "heads": f"{len(tier.owners)} (owners {tier.owners[0]}..{tier.owners[-1]}), {shape}, on {features} features,"
+        f" {config.heads.loss} loss"
+    }
+
+
 def describe_settings(config: Config) -> str:
     """The resolved configuration, a group a line (the tier has a file of its own)."""
     lines = []
@@ -124,10 +140,10 @@ def describe_step(rows: Rows, optim: Optim) -> str:
 def lora_modules(model: nn.Module, tier: Tier) -> list[tuple[str, int]]:
     """[("<module below its layer> [in -> out]", how many)] of the modules that carry a LoRA, in the tier's order."""
     found: Counter[tuple[int, str]] = Counter()
-    for path in tier.lora_modules():
-        module: Any = model.get_submodule(transformers_module(tier.family, path))
+    for name in tier.lora_modules():
+        module: Any = model.get_submodule(transformers_module(tier.family, name))
         if isinstance(module, LoraLayer):
-            at = next(n for n, target in enumerate(tier.lora.targets) if path.endswith(f".{target}"))
+            at = next(n for n, target in enumerate(tier.lora.targets) if name.endswith(f".{target}"))
             found[at, f"{tier.lora.targets[at]} [{module.in_features} -> {module.out_features}]"] += 1
     return [(kind, count) for (_, kind), count in sorted(found.items())]
 

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return (self.directory / "done.json").exists()
+        return read_summary(self.directory) is not None
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one row to metrics.jsonl (and W&B, whose step is our own metric so that a resume may go back).
@@ -94,8 +94,7 @@ class Run:
 
     def write_samples(self, samples: Sequence[dict[str, str]]) -> None:
         """Write samples.jsonl (and a W&B table): rows of text with the same keys."""
-        text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        write_text(self.directory / "samples.jsonl", text)
+        write_jsonl(self.directory / "samples.jsonl", samples)
         if self.wandb and samples:
             import wandb
 
@@ -234,8 +233,19 @@ def code_commit() -> str:
     return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """What a finished run's done.json says (`Run.finish`); None while the run is not finished."""
+    file = directory / "done.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
 def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """A line for each row."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_text(path: Path, text: str) -> None:

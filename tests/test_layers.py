@@ -29,6 +29,19 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli",),
         ("__main__",),
     ),
+    "edge0_train": (
+        ("base", "checkpoint", "best", "config"),  # the int4 base in torch; what is kept of a run; settings
+        ("student", "run", "report"),  # the student path, which knows no settings; run directory; what is printed
+        ("data",),  # text rows; they are written by a student or teacher
+        ("losses", "loop"),
+        ("adapters", "plan"),  # files between phases; what is said before step 1
+        ("build", "synthetic", "propose"),  # from settings to models
+        ("objectives",),
+        ("measure",),
+        ("phases",),
+        ("cli",),
+        ("__main__",),
+    ),
 }
 
 
@@ -78,3 +91,30 @@ def test_no_module_is_too_long(folder: str) -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert lengths
     assert not {str(path.relative_to(ROOT)): count for path, count in lengths.items() if count > LONGEST}
+
+
+def test_phases_and_recipes_import_no_phase() -> None:
+    """What they share are objectives; a recipe runs a phase by its name, or hands an objective to the loop itself."""
+    for file in (*(ROOT / "edge0_train" / "phases").glob("[a-z]*.py"), *(ROOT / "recipes").rglob("*.py")):
+        found = [
+            node.module
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("edge0_train.phases")
+        ]
+        assert not found, f"{file.relative_to(ROOT)} imports {found}"
+
+
+def test_the_losses_know_no_student_path() -> None:
+    source = (ROOT / "edge0_train" / "losses.py").read_text(encoding="utf-8")
+    names = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    students = [name for name in names if name and name.startswith("edge0_train.student")]
+    assert students == ["edge0_train.student.router"]
+
+
+def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "from edge0_train.phases import PHASES\nimport edge0_train.cli\n"
+        "def later():\n    from edge0_train import objectives\n"
+    )
+    assert {name for _, name in imported_rooms(file, "edge0_train")} == {"phases", "cli", "objectives"}

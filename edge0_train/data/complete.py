@@ -11,7 +11,7 @@ import torch
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import Config, Sample
-from edge0_train.student import Completion, Sampling, StudentPath, generate
+from edge0_train.student import Completion, Decoding, StudentPath, generate
 
 
 class Writer(Protocol):
@@ -39,7 +39,7 @@ class PathWriter:
         return generate(
             self.path,
             prompts,
-            Sampling(sample.max_new_tokens, sample.temperature, sample.top_p),
+            Decoding(sample.max_new_tokens, sample.temperature, sample.top_p),
             end_ids=self.end_ids,
             pad_id=self.pad_id,
             native_k=self.native_k,

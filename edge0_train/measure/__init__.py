@@ -1,5 +1,7 @@
-"""Measuring a student against its teacher on held-out rows; phase=evaluate and recipes/paper_claims build tables from it.
+"""Measuring students on held-out rows: the tables of phase=evaluate and of the recipes, and what training heads reports.
 
-bench.py (models, rows and stages), quality.py (losses, divergences, answers), routing.py (recall, drift, overlap), merging.py
-(what requantising leaves of a LoRA).
+recall.py (heads beside trivial baselines), head_report.py (before and after a training of heads), samples.py (text);
+against the teacher: bench.py (models, rows and stages), stages.py (those of a training), quality.py (losses, divergences,
+answers), drift.py (features in decoding), overlap.py (experts of neighbouring tokens), merging.py and survival.py (what
+requantising leaves of a LoRA).
 """

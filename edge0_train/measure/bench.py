@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from edge0_runtime.contract.artifacts import Adapter
 from edge0_train.build import Student, build_student, build_teacher
 from edge0_train.config import Config
-from edge0_train.data.rows import IGNORE, Batch, TextRow, collate
+from edge0_train.data.rows import Batch, TextRow, collate
 from edge0_train.measure.merging import merged
+from edge0_train.objectives.passes import hidden_at_labels
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath, load_lora, lora_disabled
 
 ROWS = 64
@@ -66,22 +66,9 @@ def open_bench(config: Config, rows: Sequence[TextRow]) -> Bench:
     device = student.path.model.device
     parts = [rows[i : i + ROWS] for i in range(0, len(rows), ROWS)]
     batches = tuple(collate(part, student.chat.pad_id, device) for part in parts)
-    reference = tuple(hidden_at_labels(teacher, batch, teacher.native(teacher.tier.base_k)) for batch in batches)
+    with torch.no_grad():
+        reference = tuple(hidden_at_labels(teacher, batch, teacher.native(teacher.tier.base_k)) for batch in batches)
     return Bench(config, student, teacher, tuple(rows), batches, reference)
-
-
-def warm_heads(path: StudentPath) -> PrerouterHeads:
-    """Untrained heads: the next layer's router applied to this layer's hidden state (docs/method.md 1.3)."""
-    heads = PrerouterHeads(path.tier).to(path.model.device)
-    heads.warm_start(lambda layer: path.router(layer).weight)
-    return heads
-
-
-def load_heads(path: StudentPath, adapter: Adapter) -> PrerouterHeads:
-    """Heads with the values of a prerouter file."""
-    heads = PrerouterHeads(path.tier).to(path.model.device)
-    heads.load(adapter.tensors)
-    return heads.requires_grad_(False)
 
 
 @contextmanager
@@ -106,11 +93,5 @@ def running(bench: Bench, stage: Stage) -> Iterator[StudentPath]:
 
 
 def routing_of(path: StudentPath, stage: Stage, batch: Batch) -> RoutingPass:
+    """A new pass as the stage routes."""
     return path.native(stage.native_k) if stage.native_k else path.predicted(batch.decoded_BT)
-
-
-@torch.no_grad()
-def hidden_at_labels(path: StudentPath, batch: Batch, routing: RoutingPass) -> torch.Tensor:
-    """Final hidden states [N, H] at the completions' labels."""
-    output = path.hidden(batch.input_ids_BT, routing, use_cache=False)
-    return output.last_hidden_state[batch.labels_BT != IGNORE]

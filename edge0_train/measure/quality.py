@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from edge0_train.data.rows import IGNORE, TextRow
+from edge0_train.data.health import repetition
+from edge0_train.data.rows import TextRow
 from edge0_train.data.tasks import is_correct
-from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, routing_of, running
-from edge0_train.measure.routing import head_recall
-from edge0_train.student import Completion, Sampling, StudentPath, generate
+from edge0_train.losses import CHUNK
+from edge0_train.measure.bench import Bench, Stage, routing_of, running
+from edge0_train.measure.recall import head_recall
+from edge0_train.objectives.passes import hidden_at_labels, labels_of
+from edge0_train.student import Completion, Decoding, StudentPath, generate
 
 
 def measure(bench: Bench, stage: Stage) -> dict[str, float]:
@@ -31,8 +34,10 @@ def token_scores(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, flo
     loss = divergence = reverse = 0.0
     for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
         hidden_NH = hidden_at_labels(path, batch, routing_of(path, stage, batch))
-        target_N = batch.labels_BT[batch.labels_BT != IGNORE]
-        for own, other, target in zip(hidden_NH.split(1024), teacher_NH.split(1024), target_N.split(1024), strict=True):
+        target_N = labels_of(batch)
+        for own, other, target in zip(
+            hidden_NH.split(CHUNK), teacher_NH.split(CHUNK), target_N.split(CHUNK), strict=True
+        ):
             logp = path.model.lm_head(own).float().log_softmax(-1)
             teacher_logp = bench.teacher.model.lm_head(other).float().log_softmax(-1)
             loss -= float(logp.gather(-1, target[:, None]).sum())
@@ -49,7 +54,7 @@ def greedy_answers(path: StudentPath, stage: Stage, bench: Bench, rows: Sequence
         yield from generate(
             path,
             [row.prompt_ids for row in rows[start : start + sample.batch]],
-            Sampling(sample.max_new_tokens),
+            Decoding(sample.max_new_tokens),
             end_ids=chat.end_ids,
             pad_id=chat.pad_id,
             native_k=stage.native_k,
@@ -71,9 +76,3 @@ def exact_match(path: StudentPath, stage: Stage, bench: Bench) -> dict[str, floa
     count = len(checked)
     total = sum(sum(values) for values in right.values()) / count
     return {"exact_match": total, **per_task, "truncated": cut / count, "repetition": repeated / count}
-
-
-def repetition(ids: Sequence[int], n: int = 4) -> float:
-    """Share of a completion's n-grams that it has written before, 0..1 (seq-rep-4 of Welleck et al. 2019)."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from edge0_train.data.rows import Batch
-from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, routing_of, running
+from edge0_train.measure.bench import Bench, Stage, routing_of, running
 from edge0_train.measure.merging import merged_weights
+from edge0_train.objectives.passes import hidden_at_labels
 
 SURVIVAL_BATCHES = 4
 """Of `ROWS` rows, for the logits: enough, and every batch runs three models."""

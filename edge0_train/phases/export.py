@@ -1,6 +1,11 @@
 """phase=export: the model directory that the runtime serves: int4 base, two adapters, reference traces.
 
-python -m edge0_train phase=export tier=nano
+    python -m edge0_train phase=export tier=nano
+    python -m edge0_train phase=export tier=nano inputs.prerouter=runs/a inputs.lora=runs/b export.directory=models/mine
+
+Settings: inputs.prerouter and inputs.lora (auto: the newest of the chain), export.* (directory, trace_prompts, trace_tokens,
+trace_top).
+Expected on nano (2.4 s): `model/`, which `python -m edge0_runtime verify` finds to serve what was trained.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from edge0_train.config import Config
 from edge0_train.data.rows import read_data
 from edge0_train.report import print_plan
 from edge0_train.run import Run
-from edge0_train.student import Sampling, generate
+from edge0_train.student import Decoding, generate
 from edge0_train.student.generate import StepRecord
 
 
@@ -102,7 +107,7 @@ def reference_trace(config: Config, student: Student) -> ReferenceTrace:
     completions = generate(
         student.path,
         prompts,
-        Sampling(want.trace_tokens),
+        Decoding(want.trace_tokens),
         end_ids=(),  # past the end token too: the comparison wants length
         pad_id=student.chat.pad_id,
         observe=observe,

@@ -1,6 +1,11 @@
 """phase=quantize: the int4 deployment checkpoint from a transformers directory.
 
-python -m edge0_train phase=quantize tier=nano
+    python -m edge0_train phase=quantize tier=nano
+    python -m edge0_train phase=quantize tier=35b base.source=models/Qwen3.6-35B-A3B
+
+Settings: base.source (the transformers directory), base.directory (where the checkpoint goes).
+Expected on nano (0.1 s): the base of all later phases; its fingerprint binds every adapter to it. At K=8 it has KL .0059 to the
+teacher, at K=4 .0076.
 """
 
 from __future__ import annotations

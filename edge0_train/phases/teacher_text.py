@@ -1,13 +1,16 @@
 """phase=teacher_text: the teacher completes prompts; phases 1 and 2 train on these rows.
 
-python -m edge0_train phase=teacher_text tier=nano sample.prompts=4096
+    python -m edge0_train phase=teacher_text tier=nano sample.prompts=4096
+    python -m edge0_train phase=teacher_text tier=35b sample.backend=vllm text.prompts=prompts.jsonl
+
+Settings: text.prompts, text.max_length, sample.* (prompts, eval_prompts, batch, max_new_tokens, temperature, top_p, backend; and
+max_truncated, max_repetitive: when rows are so bad that the run stops).
+Expected on nano, seed 0 (46 s of one core): 4,096 completions to train on and 256 held out, of which 251 are distinct; the
+teacher's own greedy answers to those are right in .992.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -17,14 +20,12 @@ from edge0_train.build import build_teacher, check_tokenizer, hash_tokenizer
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter, VllmWriter, Writer
-from edge0_train.data.gates import check_rows
-from edge0_train.data.prompts import Limit, Prompt, Prompts, load_prompts
-from edge0_train.data.rows import TextRow, distinct, read_rows, write_data, write_rows
-from edge0_train.report import print_plan, progress
-from edge0_train.run import Run, my_share
-
-SAMPLES = 8
-"""Rows that are written out as text."""
+from edge0_train.data.health import check_rows
+from edge0_train.data.prompts import Prompts, load_prompts
+from edge0_train.data.rows import TextRow, distinct, write_data
+from edge0_train.data.writing import SAMPLES, prompt_limit, write_shards
+from edge0_train.report import print_plan
+from edge0_train.run import Run
 
 
 def teacher_text(config: Config, run: Run) -> dict[str, Any]:
@@ -77,14 +78,6 @@ def _plan(config: Config, prompts: Prompts) -> dict[str, str]:
     }
 
 
-def prompt_limit(config: Config, directory: str) -> Limit | None:
-    """Room for a completion within text.max_length, by the tokenizer of `directory`; None for a dry run that has none at hand."""
-    if config.dry_run and not (Path(directory) / "tokenizer.json").is_file():
-        return None
-    chat = Chat(directory)
-    return Limit(config.text.max_length, lambda prompt: len(chat.prompt_ids(prompt)))
-
-
 def _writer(config: Config, chat: Chat) -> Writer:
     """The teacher in the backend that `sample.backend` names."""
     if config.sample.backend == "transformers":
@@ -94,27 +87,3 @@ def _writer(config: Config, chat: Chat) -> Writer:
         raise Edge0Error("sample.backend: vllm spreads over the GPUs itself; start teacher_text as one process")
     check_tokenizer(config)
     return VllmWriter.open(config, chat.end_ids)
-
-
-def write_shards(
-    config: Config, directory: Path, writer: Writer, chat: Chat, prompts: Sequence[Prompt], name: str
-) -> list[TextRow]:
-    """Rows of all prompts, in order; batches of them are files in `directory`, spread over the ranks.
-
-    A shard that is on disk is taken as it is. Its number, its name and the run's seed fix its randomness.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    shards = {start: directory / f"{name}-{start:08d}.jsonl" for start in range(0, len(prompts), config.sample.batch)}
-    missing = [start for start, shard in shards.items() if not shard.exists()]
-    PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
-    for start in progress(my_share(missing), f"{config.phase} {name}"):
-        chosen = prompts[start : start + config.sample.batch]
-        ids = [chat.prompt_ids(prompt) for prompt in chosen]
-        completions = writer(ids, zlib.crc32(f"{config.seed}/{name}/{start}".encode()))
-        rows = [
-            TextRow(prompt_ids, done.ids, done.finish_reason, prompt.task, prompt.answer)
-            for prompt_ids, done, prompt in zip(ids, completions, chosen, strict=True)
-        ]
-        write_rows(shards[start], rows)
-    PartialState().wait_for_everyone()
-    return [row for shard in shards.values() for row in read_rows(shard)]

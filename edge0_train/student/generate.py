@@ -15,7 +15,7 @@ from edge0_train.student.path import PrerouterState, RoutingPass, StudentPath
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Decoding:
     """temperature 0 is greedy; at temperature 1 tokens follow the model's own distribution (no top-k)."""
 
     max_new_tokens: int
@@ -44,7 +44,7 @@ class StepRecord:
 def generate(
     path: StudentPath,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    decoding: Decoding,
     *,
     end_ids: Sequence[int],
     pad_id: int,
@@ -79,7 +79,7 @@ def generate(
     done_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     generated: list[torch.Tensor] = []
     step_ids, step_positions, cache = ids_BT, positions_BT, None
-    for step in range(sampling.max_new_tokens):
+    for step in range(decoding.max_new_tokens):
         routing = _routing(path, step, mask_BT, state, native_k)
         output = path.hidden(
             step_ids, routing, attention_mask=mask_BT, position_ids=step_positions, cache=cache, use_cache=True
@@ -88,7 +88,7 @@ def generate(
         logits_BV = path.model.lm_head(output.last_hidden_state[:, -1]).float()
         if observe:
             observe(StepRecord(step, logits_BV, routing))
-        token_B = torch.where(done_B, pad_id, _sample(logits_BV, sampling, generator))
+        token_B = torch.where(done_B, pad_id, _sample(logits_BV, decoding, generator))
         generated.append(token_B)
         done_B = done_B | torch.isin(token_B, ends)
         if done_B.all():
@@ -120,13 +120,13 @@ def _routing(
     )
 
 
-def _sample(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> torch.Tensor:
-    if sampling.temperature == 0:
+def _sample(logits_BV: torch.Tensor, decoding: Decoding, generator: torch.Generator | None) -> torch.Tensor:
+    if decoding.temperature == 0:
         return logits_BV.argmax(-1)
-    probabilities_BV = (logits_BV / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:
+    probabilities_BV = (logits_BV / decoding.temperature).softmax(-1)
+    if decoding.top_p < 1:
         sorted_BV, order_BV = probabilities_BV.sort(-1, descending=True)
-        outside_BV = sorted_BV.cumsum(-1) - sorted_BV >= sampling.top_p
+        outside_BV = sorted_BV.cumsum(-1) - sorted_BV >= decoding.top_p
         probabilities_BV = probabilities_BV.scatter(-1, order_BV, sorted_BV.masked_fill(outside_BV, 0.0))
     return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
 

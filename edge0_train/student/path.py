@@ -23,7 +23,7 @@ from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_train.base.families import cpu_options
 from edge0_train.student.heads import PrerouterHeads, inputs_before, inputs_of_token
 from edge0_train.student.packing import Documents, isolate_documents
-from edge0_train.student.routing import multi_hot, select, weigh
+from edge0_train.student.router import multi_hot, select, weigh
 
 
 @dataclass

@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 "$python" -m recipes.bring_your_own_moe.tiny "$family" "$out/source"
 
 # 2. A tier for it: look at it, edit it.
-"$python" -m edge0_train phase=inspect base="$out/source" out="$out/mine" name=own
+"$python" -m edge0_train inspect base="$out/source" out="$out/mine" name=own
 cat "$out/mine/tier/own.yaml"
 
 # 3. int4 base, teacher text, heads, LoRA, on-policy, export. The settings below the first line are those of a tiny random model:

@@ -24,13 +24,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.cli import run_phase
 from edge0_train.config import config_directory
 from edge0_train.report import table
-from edge0_train.run import write_text
+from edge0_train.run import write_jsonl, write_text
+from recipes.runs import finished, run_once
 
 STEPS = {"head_distill": 400, "student_sft": 120}
 SHARED = ("quantize", "teacher_text")
@@ -74,24 +74,20 @@ def main() -> None:
 
 def run(out: Path, root: Path, phase: str, overrides: list[str], arguments: argparse.Namespace) -> None:
     """One phase below `root`, with base and teacher text of `out`, unless it is done."""
-    directory = root / phase
-    if (directory / "done.json").exists():
-        return
     steps = [f"optim.steps={max(2, round(STEPS[phase] * arguments.steps))}"] if phase in STEPS else []
     common = [
-        f"phase={phase}", "tier=nano", f"seed={arguments.seed}", f"root={root}", f"resume={str(directory.exists()).lower()}",
-        f"base.directory={out / 'base'}", f"text.rows={out / 'teacher_text'}", "logger.wandb=disabled",
+        f"seed={arguments.seed}", f"root={root}", f"base.directory={out / 'base'}", f"text.rows={out / 'teacher_text'}",
         "chain=[quantize,teacher_text,head_distill,student_sft,evaluate,export]",
     ]  # fmt: skip
     if arguments.rows:
         common += [f"sample.eval_prompts={arguments.rows}"]
         common += [f"sample.prompts={16 * arguments.rows}"] * (phase == "teacher_text")
-    run_phase(compose("train", [*common, *steps, *overrides]))
+    run_once(phase, root / phase, *common, *steps, *overrides)
 
 
 def row(root: Path, arm: Arm) -> dict[str, Any]:
     """What evaluate found before and after training, and what the served tier costs a token."""
-    stages = {stage["stage"]: stage for stage in json.loads((root / "evaluate/done.json").read_text())["table"]}
+    stages = {stage["stage"]: stage for stage in finished(root / "evaluate")["table"]}
     before, after = stages[f"int4, K={arm.k}"], stages["+ SFT"]
     command = [sys.executable, "-m", "edge0_runtime", "bench", str(root / "model"), "--json"]
     lines = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()
@@ -113,7 +109,7 @@ def _when(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, dict
 def report(out: Path, rows: list[dict[str, Any]]) -> str:
     """Write the table; returns it."""
     text = table(list(rows[0]), [list(line.values()) for line in rows])
-    write_text(out / "table.jsonl", "".join(json.dumps(line) + "\n" for line in rows))
+    write_jsonl(out / "table.jsonl", rows)
     write_text(out / "table.txt", text + "\n")
     return text
 

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,19 +25,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 
-from edge0_runtime.contract.artifacts import Adapter, Kind
-from edge0_train.adapters import read_input
-from edge0_train.cli import run_phase
+from edge0_train.build import load_heads
 from edge0_train.config import Config, config_directory, read_config
 from edge0_train.data.rows import read_data
 from edge0_train.data.tasks import is_correct
-from edge0_train.measure.bench import Bench, Stage, load_heads, open_bench, running
+from edge0_train.measure.bench import Bench, Stage, open_bench, running
 from edge0_train.measure.quality import greedy_answers, token_scores
 from edge0_train.report import table
 from edge0_train.run import write_json
 from edge0_train.student import PrerouterHeads
+from recipes.runs import adapter_of, compose_run, finished, run_once
 
 PHASES: dict[str, tuple[str, ...]] = {
     "quantize": (),
@@ -46,8 +44,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "head_distill": ("optim.steps=240", "optim.rows=6", "optim.micro_rows=6"),
     "head_refine": ("optim.steps=160", "optim.rows=6", "optim.micro_rows=6"),
 }
-SFT = ("phase=student_sft", "optim.rows=8", "optim.micro_rows=8")
-POLICY = ("phase=on_policy", "optim.steps=24", "optim.rows=16", "optim.micro_rows=16", "sample.batch=128")
+SFT = ("optim.rows=8", "optim.micro_rows=8")
+POLICY = ("optim.steps=24", "optim.rows=16", "optim.micro_rows=16", "sample.batch=128")
 """What each phase does here instead of the tier's own settings: fewer rows, since a row is six times as long."""
 SFT_STEPS = (60, 240)
 BINS = ((1, 6), (7, 12), (13, 18), (19, 24), (25, 30))
@@ -83,39 +81,27 @@ def main() -> None:
 
 def run_seed(root: Path, seed: int) -> None:
     """All phases, the controls, the measurement."""
+    common = ("experiment=long_chain", f"seed={seed}", f"root={root}")
+
+    def run(phase: str, name: str, *overrides: str) -> None:
+        run_once(phase, root / name, *common, *overrides)
+
     for phase, overrides in PHASES.items():
-        _run(root, seed, phase, f"phase={phase}", *overrides)
+        run(phase, phase, *overrides)
     for steps in SFT_STEPS:
         sft, policy, more = names(steps)
-        _run(root, seed, sft, *SFT, f"inputs.prerouter={root / 'head_refine'}", "inputs.lora=", f"optim.steps={steps}")
+        heads = f"inputs.prerouter={root / 'head_refine'}"
+        run("student_sft", sft, *SFT, heads, "inputs.lora=", f"optim.steps={steps}")
         inputs = [f"inputs.{kind}={root / sft}" for kind in ("prerouter", "lora")]
-        _run(root, seed, policy, *POLICY, *inputs)
-        same_time = round(steps * _seconds(root / policy) / _seconds(root / sft))
-        _run(root, seed, more, *SFT, *inputs, "heads.joint_lr=0", f"optim.steps={same_time}")
-    measure_seed(read_config(_compose(root, seed, "phase=evaluate")), root, seed)
+        run("on_policy", policy, *POLICY, *inputs)
+        same_time = round(steps * finished(root / policy)["seconds"] / finished(root / sft)["seconds"])
+        run("student_sft", more, *SFT, *inputs, "heads.joint_lr=0", f"optim.steps={same_time}")
+    measure_seed(read_config(compose_run("evaluate", root / "evaluate", *common)), root, seed)
 
 
 def names(steps: int) -> tuple[str, str, str]:
     """Runs of one length of SFT: itself, and the two branches."""
     return f"sft_{steps}", f"sft_{steps}_on_policy", f"sft_{steps}_more_sft"
-
-
-def _seconds(run: Path) -> float:
-    return float(json.loads((run / "done.json").read_text())["seconds"])
-
-
-def _compose(root: Path, seed: int, *overrides: str) -> Any:
-    common = ("tier=nano", "experiment=long_chain", f"seed={seed}", f"root={root}", "logger.wandb=disabled")
-    return compose("train", [*common, *overrides])
-
-
-def _run(root: Path, seed: int, name: str, *overrides: str) -> None:
-    """One run, unless it is finished; an interrupted one continues."""
-    if (root / name / "done.json").exists():
-        return
-    resume = f"resume={str((root / name).exists()).lower()}"
-    if run_phase(_compose(root, seed, f"run_dir={root / name}", resume, *overrides)) is None:
-        sys.exit(f"{name} was stopped; start again to continue")
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -130,7 +116,7 @@ def measure_seed(config: Config, root: Path, seed: int) -> None:
     bench = open_bench(config, data.held_out)
 
     def heads(run: str) -> PrerouterHeads:
-        return load_heads(bench.student.path, _adapter(config, "prerouter", root / run))
+        return load_heads(adapter_of(config, "prerouter", root / run), bench.student.path.model.device)
 
     tier = config.tier
     wanted = [
@@ -140,22 +126,16 @@ def measure_seed(config: Config, root: Path, seed: int) -> None:
     ]
     for steps in SFT_STEPS:
         trained = heads(names(steps)[0])
-        wanted += [Stage(n, heads=trained, lora=_adapter(config, "lora", root / n).tensors) for n in names(steps)]
+        wanted += [Stage(n, heads=trained, lora=adapter_of(config, "lora", root / n).tensors) for n in names(steps)]
     for stage in wanted:
         if stage.name in stages:
             continue
         result = measure(bench, stage)
         print(f"  {stage.name}: KL {result.kl:.4f}, exact match {result.exact_match:.3f}", flush=True)
         stages[stage.name] = asdict(result)
-        done = {run: json.loads((root / run / "done.json").read_text()) for run in (*PHASES, *runs)}
+        done = {run: finished(root / run) for run in (*PHASES, *runs)}
         told = {key: {run: d[key] for run, d in done.items() if key in d} for key in ("seconds", "steps")}
         write_json(file, {"seed": seed, **told, "stages": stages})
-
-
-def _adapter(config: Config, kind: Kind, run: Path) -> Adapter:
-    adapter = read_input(config, kind, str(run))
-    assert adapter  # None is for an empty path
-    return adapter
 
 
 def measure(bench: Bench, stage: Stage) -> Result:
@@ -197,7 +177,7 @@ def first_error(prompt: str, completion: str) -> int | None:
 
 def report(out: Path) -> str:
     """A table of all seeds that are there, and the mean over them."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("seed*/result.json"))]
+    results = [json.loads(file.read_text()) for file in sorted(out.glob("seed*/result.json"))]
     if not results:
         return f"{out}: no results yet"
     columns = [

@@ -7,7 +7,6 @@ python -m recipes.nano.table runs --json recipes/nano/results/x.json # and the s
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.data.tasks import TASKS
 from edge0_train.report import table
 from edge0_train.run import write_json
+from recipes.runs import finished
 
 RECIPES = {"ours": "nano-seed", "paper": "nano-paper-seed"}
 """Recipe -> its run directories, without the seed."""
@@ -27,10 +27,10 @@ def read_results(directory: Path) -> dict[str, dict[int, list[dict[str, Any]]]]:
     """{recipe: {seed: rows of its evaluate table}} of the seeds that have both recipes. Raises Edge0Error when none has."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for recipe, prefix in RECIPES.items():
-        for path in directory.glob(f"{prefix}*/evaluate/done.json"):
-            seed = re.fullmatch(prefix + r"(\d+)", path.parts[-3])
+        for file in directory.glob(f"{prefix}*/evaluate/done.json"):
+            seed = re.fullmatch(prefix + r"(\d+)", file.parts[-3])
             if seed:
-                found.setdefault(recipe, {})[int(seed[1])] = json.loads(path.read_text(encoding="utf-8"))["table"]
+                found.setdefault(recipe, {})[int(seed[1])] = finished(file.parent)["table"]
     seeds = sorted(set.intersection(*(set(found.get(recipe, {})) for recipe in RECIPES)))
     if not seeds:
         raise Edge0Error(f"{directory}: no seed has both recipes; run recipes/nano/run.sh first")

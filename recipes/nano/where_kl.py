@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from hydra import compose, initialize_config_dir
 
-from edge0_train.adapters import read_input
-from edge0_train.config import STAGE_NAMES, Config, config_directory, read_config
+from edge0_train.config import Config, config_directory, read_config
 from edge0_train.data.rows import IGNORE, read_data
 from edge0_train.data.tasks import is_correct
-from edge0_train.measure.bench import Bench, Stage, hidden_at_labels, load_heads, open_bench, routing_of, running
+from edge0_train.measure.bench import Bench, Stage, open_bench, routing_of, running
+from edge0_train.measure.stages import chain_adapters, chain_stages
+from edge0_train.objectives.passes import hidden_at_labels
 from edge0_train.report import table
 
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-def stages(config: Config, bench: Bench) -> Iterator[Stage]:
+def stages(config: Config, bench: Bench) -> list[Stage]:
     """int4 at the served K, then the stages of `config.chain` that have a LoRA."""
-    yield Stage(f"int4, K={config.tier.k}", config.tier.k)
-    heads = None
-    for phase in config.chain:
-        files = {kind: Path(config.root) / phase / config.tier.file_name(kind) for kind in ("prerouter", "lora")}
-        if files["prerouter"].is_file() and (adapter := read_input(config, "prerouter", str(files["prerouter"]))):
-            heads = load_heads(bench.student.path, adapter)
-        if files["lora"].is_file() and (adapter := read_input(config, "lora", str(files["lora"]))):
-            yield Stage(STAGE_NAMES[phase], heads=heads, lora=adapter.tensors)
+    trained = chain_stages(bench, chain_adapters(config))
+    return [Stage(f"int4, K={config.tier.k}", config.tier.k), *(stage for stage in trained if stage.lora is not None)]
 
 
 @torch.no_grad()

@@ -15,14 +15,13 @@ import torch
 
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import write_output
-from edge0_train.build import build_student
+from edge0_train.build import build_student, warm_heads
 from edge0_train.config import Config
-from edge0_train.data.rows import IGNORE, Batch, micro_batches, read_data, shuffled
-from edge0_train.loop import Backward, Problem, train
-from edge0_train.losses import chunked, cross_entropy
-from edge0_train.measure.bench import warm_heads
-from edge0_train.phases.head_distill import HeadBatch, distill
-from edge0_train.phases.student_sft import lora_parameters
+from edge0_train.data.rows import TextData, read_data
+from edge0_train.loop import train
+from edge0_train.objectives.heads import head_objective
+from edge0_train.objectives.passes import native_pass
+from edge0_train.objectives.student import student_objective
 from edge0_train.run import Run
 from edge0_train.student import lora_tensors
 
@@ -96,57 +95,36 @@ def untrained(config: Config, run: Run) -> dict[str, Any]:
         for head in heads.layers.values():
             head.fc2.weight.normal_(std=1e-4)  # type: ignore[union-attr,operator]
     data, _ = read_data(config.text.rows, config.text.max_length)
-    source = DataSource(data.card["fingerprint"], len(data.train))
     nothing = {"steps": 0, "tokens": 0}
-    write_output(config, "prerouter", heads.tensors(), student.base, nothing, source, {})
+    write_output(config, "prerouter", heads.tensors(), student.base, nothing, _source(data), {})
     return nothing
 
 
 def native_sft(config: Config, run: Run) -> dict[str, Any]:
     """student_sft with every layer on its own gate at the served K: the LoRA never sees a prediction."""
-    optim, tier = config.optim, config.tier
     data, _ = read_data(config.text.rows, config.text.max_length)
     student = build_student(config, new_lora=True)
-    path, pad_id = student.path, student.chat.pad_id
-    order = shuffled(len(data.train), optim.rows, config.seed)
-
-    def loss(batch: Batch, backward: Backward) -> dict[str, float]:
-        output = path.hidden(batch.input_ids_BT, path.native(tier.k), use_cache=False)
-        at_BT = batch.labels_BT != IGNORE
-        backward(chunked(cross_entropy, output.last_hidden_state[at_BT], path.model.lm_head, batch.labels_BT[at_BT]))
-        return {}
-
-    window = lambda step: micro_batches(data.train, order(step), optim.micro_rows, pad_id, path.model.device)  # noqa: E731
-    result = train(run, optim, Problem(lora_parameters(path), window, loss))
-    source = DataSource(data.card["fingerprint"], len(data.train))
-    write_output(config, "lora", lora_tensors(path.model, tier), student.base, result, source, {})
+    result = train(run, config.optim, student_objective(config, student, data.train, routing=native_pass))
+    lora = lora_tensors(student.path.model, config.tier)
+    write_output(config, "lora", lora, student.base, result, _source(data), {})
     return result
 
 
 def heads_after_lora(config: Config, run: Run) -> dict[str, Any]:
     """head_distill on base and LoRA (inputs.lora), natively routed: heads come last."""
-    optim, tier = config.optim, config.tier
     data, _ = read_data(config.text.rows, config.text.max_length)
     student = build_student(config, lora=config.inputs.lora)
-    path, pad_id = student.path, student.chat.pad_id
-    path.model.requires_grad_(False)
+    student.path.model.requires_grad_(False)
     torch.manual_seed(config.seed)
-    heads = warm_heads(path).requires_grad_(True)
-    order = shuffled(len(data.train), optim.rows, config.seed)
-
-    def window(step: int) -> list[HeadBatch]:
-        batches = micro_batches(data.train, order(step), optim.micro_rows, pad_id, path.model.device)
-        return [HeadBatch(b, path.timeline(b.decoded_BT, b.start_BT)[0], len(tier.owners)) for b in batches]
-
-    def loss(micro: HeadBatch, backward: Backward) -> dict[str, float]:
-        routing = path.native(tier.k, micro.batch.decoded_BT, micro.batch.start_BT)
-        distill(path, heads, routing, micro, config.heads.loss, backward)
-        return {}
-
-    result = train(run, optim, Problem(dict(heads.named_parameters()), window, loss))
-    source = DataSource(data.card["fingerprint"], len(data.train))
-    write_output(config, "prerouter", heads.tensors(), student.base, result, source, {"lora": student.lora})
+    heads = warm_heads(student.path)
+    result = train(run, config.optim, head_objective(config, student, heads, data.train, native_pass))
+    parents = {"lora": student.lora}
+    write_output(config, "prerouter", heads.tensors(), student.base, result, _source(data), parents)
     return result
+
+
+def _source(data: TextData) -> DataSource:
+    return DataSource(data.card["fingerprint"], len(data.train))
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

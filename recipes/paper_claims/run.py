@@ -25,23 +25,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 
 from edge0_runtime.contract.artifacts import Adapter
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.adapters import read_input
+from edge0_train.build import load_heads
 from edge0_train.cli import run_phase
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import config_directory, read_config
 from edge0_train.data.rows import read_data
 from edge0_train.loop import Interrupted
-from edge0_train.measure.bench import Bench, Stage, load_heads, open_bench, running
+from edge0_train.measure.bench import Bench, Stage, open_bench, running
+from edge0_train.measure.drift import feature_drift
+from edge0_train.measure.overlap import adjacent_overlap
 from edge0_train.measure.quality import measure
-from edge0_train.measure.routing import adjacent_overlap, feature_drift
 from edge0_train.measure.survival import survival
 from edge0_train.report import table
-from edge0_train.run import open_run, write_json, write_text
+from edge0_train.run import open_run, read_summary, write_json, write_jsonl, write_text
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, Arm, Budget, needed, nodes
 from recipes.paper_claims.claims import CLAIMS, Rows, judge, spread
+from recipes.runs import adapter_of, compose_run
 
 COLUMNS = ("loss", "kl", "reverse_kl", "exact_match", "add", "multiply", "reverse", "word", "recall", "repetition")
 
@@ -61,20 +63,15 @@ class Place:
 
     def compose(self, run: str, phase: str, *overrides: str) -> Any:
         """The configuration of one run; an existing directory is continued."""
-        directory = self.out / run if phase == "quantize" else self.directory / run
         common = (
-            f"phase={phase}",
-            "tier=nano",
             f"seed={self.seed}",
             f"root={self.directory}",
-            f"run_dir={directory}",
-            f"resume={str(directory.exists()).lower()}",
             f"base.directory={self.out / 'base'}",
             f"text.rows={self.directory / 'teacher_text'}",
             "threads=1",
-            "logger.wandb=disabled",
         )
-        return compose("train", [*common, *overrides])
+        where = self.out if phase == "quantize" else self.directory
+        return compose_run(phase, where / run, *common, *overrides)
 
     @functools.cached_property
     def bench(self) -> Bench:
@@ -123,8 +120,7 @@ def run_node(place: Place, name: str) -> None:
     """One training run, unless it is finished."""
     if name in place.failed:
         raise Edge0Error(f"{name} failed before: {place.failed[name]}")
-    directory = place.directory / name
-    if (directory / "done.json").exists():
+    if read_summary(place.directory / name):
         return
     node = nodes(place.budget)[name]
     inputs = [
@@ -154,7 +150,7 @@ def measure_arm(place: Place, arm: Arm) -> dict[str, float]:
         arm.what,
         native_k=arm.native_k,
         teacher=arm.teacher,
-        heads=load_heads(bench.student.path, heads) if heads else None,
+        heads=load_heads(heads, bench.student.path.model.device) if heads else None,
         lora=lora.tensors if lora else None,
         k=arm.k,
         merged=arm.merged,
@@ -170,8 +166,8 @@ def measure_arm(place: Place, arm: Arm) -> dict[str, float]:
             for k in (4, 8):
                 found = adjacent_overlap(path, bench.batches, k)
                 metrics |= {f"overlap k{k}": found["overlap"], f"overlap k{k} by frequency": found["frequency"]}
-    summary = place.directory / (arm.heads or "none") / "done.json"
-    trained = json.loads(summary.read_text()).get("recall") if summary.exists() and not arm.lora else None
+    summary = read_summary(place.directory / arm.heads) if arm.heads and not arm.lora else None
+    trained = summary.get("recall") if summary else None
     if trained:
         baselines = [value for name, value in trained.items() if name not in ("heads", "before")]
         metrics |= {"trained_recall": trained["heads"], "best_baseline": max(baselines)}
@@ -182,8 +178,8 @@ def _adapter(place: Place, kind: Any, node: str) -> Adapter | None:
     """The adapter that a node wrote, under the tier that it was trained for; None for an empty name."""
     if not node:
         return None
-    config: Config = read_config(place.compose(node, "evaluate", *_tier_overrides(place, node)))
-    return read_input(config, kind, str(place.directory / node))
+    config = read_config(place.compose(node, "evaluate", *_tier_overrides(place, node)))
+    return adapter_of(config, kind, place.directory / node)
 
 
 def _tier_overrides(place: Place, node: str) -> list[str]:
@@ -210,7 +206,7 @@ def report(out: Path) -> str:
     if not rows:
         return "no arm is finished yet"
     texts = {"table.txt": as_table(results), "claims.txt": "\n".join(_verdicts(list(results.values())))}
-    write_text(out / "table.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(out / "table.jsonl", rows)
     for name, text in texts.items():
         write_text(out / name, text + "\n")
     plot(results, out / "claims.png")
@@ -251,7 +247,7 @@ def _cell(values: Sequence[float]) -> str | None:
     return f"{mean:.4f}" + (f" +-{spread(values):.4f}" if len(values) > 1 else "")
 
 
-def plot(results: Mapping[int, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
+def plot(results: Mapping[int, Mapping[str, Mapping[str, Any]]], file: Path) -> None:
     """KL to the teacher (log) and exact match of every arm: bar for the mean, a dot for each seed."""
     import matplotlib
 
@@ -273,7 +269,7 @@ def plot(results: Mapping[int, Mapping[str, Mapping[str, Any]]], path: Path) -> 
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(arms)), [ARMS[arm].what for arm in arms], fontsize=8)
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=130)
+    figure.savefig(file, dpi=130)
     plt.close(figure)
 
 

@@ -15,7 +15,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
 from edge0_train.cli import run_phase
 from edge0_train.config import config_directory
-from edge0_train.recall import BASELINES
+from edge0_train.measure.recall import BASELINES
 from tests.e2e.conftest import SMALL, STEPS, phase_settings
 
 TIER = builtin_tier("nano-ling")

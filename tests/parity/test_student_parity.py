@@ -16,7 +16,7 @@ from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
 from edge0_train.base import load_base, quantize_checkpoint
-from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, load_lora
+from edge0_train.student import Decoding, PrerouterHeads, StudentPath, add_lora, generate, load_lora
 from tests.random_adapters import write_adapters
 from tests.tiny_ling import publish
 from tests.twins import TWINS
@@ -69,7 +69,7 @@ def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
         experts.append(torch.stack([record.routing.executed[n][:, -1].sort(-1).values for n in layers], 1))
         logits.append(record.logits_BV.topk(TOP, -1))
 
-    done = generate(path, prompts, Sampling(STEPS), end_ids=(), pad_id=0, observe=observe)
+    done = generate(path, prompts, Decoding(STEPS), end_ids=(), pad_id=0, observe=observe)
     experts_BTLK = torch.stack(experts, 1).numpy().astype(np.int32)
     ids_BTN = torch.stack([row.indices for row in logits], 1).numpy().astype(np.int32)
     values_BTN = torch.stack([row.values for row in logits], 1).numpy()

@@ -30,7 +30,7 @@ def watched(toy: Toy, values: dict[int, list[torch.Tensor]] | None = None) -> An
             values[step] = toy.values()
         return {"held_out": HELD_OUT[step - 1]}
 
-    return toy.problem(evaluate=evaluate, watch="held_out")
+    return toy.objective(evaluate=evaluate, watch="held_out")
 
 
 def test_best_equals_a_plain_count():

@@ -8,8 +8,8 @@ import torch
 from edge0_train.adapters import input_path
 from edge0_train.build import Student, build_student
 from edge0_train.data.rows import Batch, collate
-from edge0_train.phases.student_sft import completion_loss, lora_parameters, mean_loss
-from edge0_train.student import Sampling, generate
+from edge0_train.objectives import completion_loss, lora_parameters, mean_loss
+from edge0_train.student import Decoding, generate
 from tests.train.conftest import Make, task_rows
 
 
@@ -52,6 +52,6 @@ def test_gradient_checkpointing_leaves_generation_and_evaluation_alone(make_conf
     for flag in ("false", "true"):
         made = student(make_config, f"base.gradient_checkpointing={flag}")
         rows = task_rows("eval", 3)
-        done = generate(made.path, [r.prompt_ids for r in rows], Sampling(12), end_ids=made.chat.end_ids, pad_id=0)
+        done = generate(made.path, [r.prompt_ids for r in rows], Decoding(12), end_ids=made.chat.end_ids, pad_id=0)
         outcomes.append((done, mean_loss(made.path, [collate(rows, 0)])))
     assert outcomes[0] == outcomes[1]

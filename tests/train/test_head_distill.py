@@ -12,8 +12,9 @@ from edge0_train.adapters import input_path
 from edge0_train.build import build_student
 from edge0_train.data.rows import collate, write_data
 from edge0_train.losses import HEAD_LOSSES
+from edge0_train.objectives.heads import HeadBatch, distill
 from edge0_train.phases import phase_function
-from edge0_train.phases.head_distill import HeadBatch, distill, head_distill
+from edge0_train.phases.head_distill import head_distill
 from edge0_train.run import open_run
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
 from tests.train.conftest import Make, task_rows

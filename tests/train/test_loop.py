@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import KEEP, checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, Logger, Optim, config_directory, read_config
-from edge0_train.loop import Backward, Interrupted, Problem, learning_rate, train
+from edge0_train.loop import Backward, Interrupted, Objective, learning_rate, train
 from edge0_train.run import Run, open_run
 
 OPTIM = Optim(
@@ -82,9 +82,9 @@ class Toy:
         backward((error_N**2).sum())
         return {"absolute": float(error_N.detach().abs().sum())}
 
-    def problem(self, **changes: Any) -> Problem:
-        problem = Problem(self.parameters, lambda step: cut(data(step), self.micro_rows), self.loss)
-        return replace(problem, **changes)
+    def objective(self, **changes: Any) -> Objective:
+        objective = Objective(self.parameters, lambda step: cut(data(step), self.micro_rows), self.loss)
+        return replace(objective, **changes)
 
     def values(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.parameters.values()]
@@ -119,7 +119,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def straight(tmp_path: Path) -> tuple[list[torch.Tensor], list[dict[str, Any]], dict[str, Any]]:
     """Values, metrics and summary of an undisturbed run."""
     toy, run = Toy(), run_in(tmp_path / "straight")
-    summary = train(run, OPTIM, toy.problem())
+    summary = train(run, OPTIM, toy.objective())
     return toy.values(), metrics(run), summary
 
 
@@ -130,7 +130,7 @@ def test_stopping_by_a_signal_and_resuming_is_exact(tmp_path, straight, stop):
     run = run_in(tmp_path / "run")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match=f"after step {stop}"):
-        train(run, OPTIM, first.problem())
+        train(run, OPTIM, first.objective())
     assert signal.getsignal(signal.SIGTERM) is before
     assert [p.name for p in checkpoints(run.checkpoints)] == [f"step-{stop:08d}.safetensors"]
     second = Toy()
@@ -138,7 +138,7 @@ def test_stopping_by_a_signal_and_resuming_is_exact(tmp_path, straight, stop):
         for p in second.parameters.values():
             p.add_(1.0)  # a resume takes nothing from where the new process happens to start
     resumed = run_in(tmp_path / "run", resume=True)
-    train(resumed, OPTIM, second.problem())
+    train(resumed, OPTIM, second.objective())
     values, rows, _ = straight
     assert same(second.values(), values) and metrics(resumed) == rows
     assert second.calls == 3 * (OPTIM.steps - stop)
@@ -152,8 +152,8 @@ def test_the_summary_is_that_of_the_whole_run(tmp_path, straight, stop):
     """It goes into the artifact's provenance: tokens of all sessions, numbers of the last step, also when that one is done."""
     first = Toy(on_call=lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 3 * stop else None)
     with contextlib.suppress(Interrupted):
-        train(run_in(tmp_path / "run"), OPTIM, first.problem())
-    summary = train(run_in(tmp_path / "run", resume=True), OPTIM, Toy().problem())
+        train(run_in(tmp_path / "run"), OPTIM, first.objective())
+    summary = train(run_in(tmp_path / "run", resume=True), OPTIM, Toy().objective())
     want = straight[2]
     drop = ("tokens_per_second",)
     assert {k: v for k, v in summary.items() if k not in drop} == {k: v for k, v in want.items() if k not in drop}
@@ -171,10 +171,10 @@ def test_a_kill_between_checkpoints_is_exact_too(tmp_path, straight):
 
     run = run_in(tmp_path / "run", checkpoint_every=3)
     with pytest.raises(Killed):
-        train(run, OPTIM, Toy(on_call=die).problem())
+        train(run, OPTIM, Toy(on_call=die).objective())
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     second, resumed = Toy(), run_in(tmp_path / "run", resume=True, checkpoint_every=3)
-    train(resumed, OPTIM, second.problem())
+    train(resumed, OPTIM, second.objective())
     assert same(second.values(), straight[0]) and metrics(resumed) == straight[1]
     assert second.calls == 3 * 3
 
@@ -182,9 +182,9 @@ def test_a_kill_between_checkpoints_is_exact_too(tmp_path, straight):
 def test_a_kill_before_the_first_checkpoint_starts_again_without_double_rows(tmp_path, straight):
     run = run_in(tmp_path / "run")
     with pytest.raises(ZeroDivisionError):
-        train(run, OPTIM, Toy(on_call=lambda n: 1 // (n != 8)).problem())  # type: ignore[arg-type, return-value]
+        train(run, OPTIM, Toy(on_call=lambda n: 1 // (n != 8)).objective())  # type: ignore[arg-type, return-value]
     second, resumed = Toy(), run_in(tmp_path / "run", resume=True)
-    train(resumed, OPTIM, second.problem())
+    train(resumed, OPTIM, second.objective())
     assert same(second.values(), straight[0])
     assert metrics(resumed) == straight[1]
 
@@ -193,23 +193,23 @@ def test_a_metric_row_that_was_cut_short_does_not_stop_the_resume(tmp_path, stra
     """A kill in the middle of a write leaves half a line."""
     run = run_in(tmp_path / "run", checkpoint_every=2)
     with pytest.raises(ZeroDivisionError):
-        train(run, OPTIM, Toy(on_call=lambda n: 1 // (n != 8)).problem())  # type: ignore[arg-type, return-value]
+        train(run, OPTIM, Toy(on_call=lambda n: 1 // (n != 8)).objective())  # type: ignore[arg-type, return-value]
     with (run.directory / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     second, resumed = Toy(), run_in(tmp_path / "run", resume=True, checkpoint_every=2)
-    train(resumed, OPTIM, second.problem())
+    train(resumed, OPTIM, second.objective())
     assert same(second.values(), straight[0]) and metrics(resumed) == straight[1]
 
 
 def test_resuming_a_finished_loop_does_nothing(tmp_path, straight):
     toy, run = Toy(), run_in(tmp_path / "straight", resume=True)
-    train(run, OPTIM, toy.problem())
+    train(run, OPTIM, toy.objective())
     assert toy.calls == 0 and same(toy.values(), straight[0])
 
 
 def test_a_signal_after_the_last_step_does_not_stop_the_phase(tmp_path):
     toy = Toy(on_call=lambda n: os.kill(os.getpid(), signal.SIGINT) if n == 3 * OPTIM.steps else None)
-    assert train(run_in(tmp_path / "run"), OPTIM, toy.problem())["steps"] == OPTIM.steps
+    assert train(run_in(tmp_path / "run"), OPTIM, toy.objective())["steps"] == OPTIM.steps
 
 
 def test_an_interruption_always_leaves_the_last_step_on_disk(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_an_interruption_always_leaves_the_last_step_on_disk(tmp_path, monkeypat
     monkeypatch.setattr(loop, "_stop_signals", signals)
     run = run_in(tmp_path / "run")
     with pytest.raises(Interrupted) as stopped:
-        train(run, OPTIM, Toy().problem())
+        train(run, OPTIM, Toy().objective())
     names = [p.name for p in checkpoints(run.checkpoints)]
     assert names, str(stopped.value)
     assert f"after step {int(names[-1][5:13])};" in str(stopped.value)
@@ -257,7 +257,7 @@ def plain_training(steps: int) -> tuple[list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize("micro_rows", [1, 2, 3, 4, 8])
 def test_any_cut_of_the_window_is_the_plain_mean_over_all_tokens(tmp_path, micro_rows):
     toy, run = Toy(micro_rows), run_in(tmp_path / "run")
-    train(run, OPTIM, toy.problem())
+    train(run, OPTIM, toy.objective())
     want, losses = plain_training(OPTIM.steps)
     for a, b in zip(toy.values(), want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -267,14 +267,14 @@ def test_any_cut_of_the_window_is_the_plain_mean_over_all_tokens(tmp_path, micro
 
 def test_metrics_are_per_valid_token_and_the_summary_counts_tokens(tmp_path):
     toy, run = Toy(), run_in(tmp_path / "run", every=4)
-    summary = train(run, OPTIM, toy.problem(evaluate=lambda step: {"held_out": float(step)}))
+    summary = train(run, OPTIM, toy.objective(evaluate=lambda step: {"held_out": float(step)}))
     rows = metrics(run)
     assert [row["step"] for row in rows] == [4, 6] and [row["held_out"] for row in rows] == [4.0, 6.0]
     assert all(row["valid_tokens"] == sum(LENGTHS) for row in rows)
     start = Toy()
     x, y = (torch.cat([getattr(row, name) for row in data(0)]) for name in ("x_ND", "y_N"))
     first = run_in(tmp_path / "first")
-    train(first, replace(OPTIM, steps=1), Toy().problem())
+    train(first, replace(OPTIM, steps=1), Toy().objective())
     error = (start.model(x)[:, 0] - y).detach()
     assert metrics(first)[0]["absolute"] == pytest.approx(float(error.abs().mean()), rel=1e-6)
     assert metrics(first)[0]["lr"] == pytest.approx(OPTIM.lr / 2)
@@ -285,7 +285,7 @@ def test_clip_zero_means_no_clipping(tmp_path):
     norms = []
     for clip in (0.0, 1e9, 1e-3):
         toy, run = Toy(), run_in(tmp_path / str(clip))
-        train(run, replace(OPTIM, clip=clip, steps=3), toy.problem())
+        train(run, replace(OPTIM, clip=clip, steps=3), toy.objective())
         norms.append((toy.values(), metrics(run)[-1]["gradient_norm"]))
     assert same(norms[0][0], norms[1][0]) and norms[0][1] == norms[1][1]
     assert norms[2][1] > 1e-3  # the logged norm is the one before clipping
@@ -309,7 +309,7 @@ def test_learning_rate(schedule, warmup):
 
 def test_rate_is_set_once_a_step_and_is_the_resumed_steps_own(tmp_path):
     run = run_in(tmp_path / "run")
-    train(run, OPTIM, Toy().problem())
+    train(run, OPTIM, Toy().objective())
     assert [row["lr"] for row in metrics(run)] == [learning_rate(OPTIM, step) for step in range(OPTIM.steps)]
 
 
@@ -326,25 +326,25 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(tmp_path, bad):
 
     run = run_in(tmp_path / "run", checkpoint_every=1)
     with pytest.raises(Edge0Error, match=r"step 1: loss .*optim\.lr"):
-        train(run, OPTIM, toy.problem(loss=loss))
+        train(run, OPTIM, toy.objective(loss=loss))
     assert [p.name for p in checkpoints(run.checkpoints)] == ["step-00000001.safetensors"]
     once = Toy()
-    train(run_in(tmp_path / "once"), replace(OPTIM, steps=1), once.problem())
+    train(run_in(tmp_path / "once"), replace(OPTIM, steps=1), once.objective())
     assert same(toy.values(), once.values())  # nothing was spoilt
 
 
 def test_a_window_without_valid_token_stops_the_run(tmp_path):
     empty = Micro(torch.zeros(0, 4), torch.zeros(0))
     with pytest.raises(Edge0Error, match="step 0: no token"):
-        train(run_in(tmp_path / "run"), OPTIM, Toy().problem(window=lambda step: [empty, empty]))
+        train(run_in(tmp_path / "run"), OPTIM, Toy().objective(window=lambda step: [empty, empty]))
 
 
 def test_one_micro_batch_without_valid_token_is_fine(tmp_path):
     """Short replies have no predicted position, so a micro-batch of phase 1 can be empty."""
     empty = Micro(torch.zeros(0, 4), torch.zeros(0))
     with_empty, without = Toy(), Toy()
-    train(run_in(tmp_path / "a"), OPTIM, with_empty.problem(window=lambda s: [empty, *cut(data(s), 3), empty]))
-    train(run_in(tmp_path / "b"), OPTIM, without.problem())
+    train(run_in(tmp_path / "a"), OPTIM, with_empty.objective(window=lambda s: [empty, *cut(data(s), 3), empty]))
+    train(run_in(tmp_path / "b"), OPTIM, without.objective())
     assert same(with_empty.values(), without.values())
 
 
@@ -352,7 +352,7 @@ def test_a_trainable_that_the_loss_does_not_reach_is_named(tmp_path):
     toy = Toy()
     spare = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(Edge0Error, match=r"no gradient .*spare"):
-        train(run_in(tmp_path / "run"), OPTIM, toy.problem(trainable=toy.parameters | {"spare": spare}))
+        train(run_in(tmp_path / "run"), OPTIM, toy.objective(trainable=toy.parameters | {"spare": spare}))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_a_trainable_that_the_loss_does_not_reach_is_named(tmp_path):
 def trained(directory: Path) -> Path:
     """checkpoints/ of a run that saved after every step."""
     run = run_in(directory, checkpoint_every=1)
-    train(run, OPTIM, Toy().problem())
+    train(run, OPTIM, Toy().objective())
     return run.checkpoints
 
 
@@ -378,7 +378,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path, left):
     toy = Toy()
     before = toy.values()
     with pytest.raises(Edge0Error, match=file.name):
-        train(run_in(tmp_path / "run", resume=True), OPTIM, toy.problem())
+        train(run_in(tmp_path / "run", resume=True), OPTIM, toy.objective())
     assert same(toy.values(), before)
 
 
@@ -475,15 +475,15 @@ def worker(directory: Path) -> None:
         (directory / case).mkdir(exist_ok=True)
         signalled = case == "signal" and rank == 0
         toy = Toy(micro_rows, lambda n, at=signalled: os.kill(os.getpid(), signal.SIGTERM) if at and n == 3 else None)
-        problem, optim = toy.problem(), OPTIM
+        objective, optim = toy.objective(), OPTIM
         if case == "patience":
             held_out = [3.0, 2.0, 2.5, 2.5, 1.0, 1.0] if rank == 0 else [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-            problem = toy.problem(evaluate=lambda step, h=held_out: {"held_out": h[step - 1]}, watch="held_out")
+            objective = toy.objective(evaluate=lambda step, h=held_out: {"held_out": h[step - 1]}, watch="held_out")
             optim = replace(OPTIM, patience=2)
         if case == "silent":
-            problem = toy.problem(trainable=toy.parameters | {"spare": torch.nn.Parameter(torch.zeros(2))})
+            objective = toy.objective(trainable=toy.parameters | {"spare": torch.nn.Parameter(torch.zeros(2))})
         try:
-            result: Any = train(run_in(directory / case), optim, problem)
+            result: Any = train(run_in(directory / case), optim, objective)
         except (Interrupted, Edge0Error) as stop:
             result = {"stopped": str(stop)}
         text = json.dumps({"values": [v.tolist() for v in toy.values()], "result": result})
@@ -495,7 +495,7 @@ def test_two_ranks_equal_one(tmp_path, two_ranks, case):
     directory, results, errors = two_ranks
     assert len(results[case]) == 2, errors
     one, alone = Toy(MICRO_ROWS[case]), run_in(tmp_path / "alone")
-    summary = train(alone, OPTIM, one.problem())
+    summary = train(alone, OPTIM, one.objective())
     assert results[case][0]["values"] == results[case][1]["values"]
     for a, b in zip(results[case][0]["values"], one.values(), strict=True):
         torch.testing.assert_close(torch.tensor(a), b, rtol=1e-5, atol=1e-6)

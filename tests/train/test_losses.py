@@ -30,7 +30,7 @@ from edge0_train.losses import (
     token_logp,
     topk_with_tail,
 )
-from edge0_train.student.routing import multi_hot, select
+from edge0_train.student.router import multi_hot, select
 
 SOFTMAX = Router("softmax_topk")
 SIGMOID = Router("sigmoid_group", n_group=4, topk_group=2, scaling=2.5)

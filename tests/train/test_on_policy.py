@@ -21,14 +21,14 @@ from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import load_teacher
-from edge0_train.config import Config, all_settings, asset, config_directory, read_config
+from edge0_train.build import warm_heads
+from edge0_train.config import Config, asset, config_directory, read_config
+from edge0_train.data.health import repetition
 from edge0_train.data.rows import IGNORE, TextRow, collate
 from edge0_train.losses import ON_POLICY_LOSSES, forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
-from edge0_train.measure.bench import warm_heads
-from edge0_train.measure.quality import repetition
-from edge0_train.phases import scoring
-from edge0_train.phases.on_policy import ScoredBatch
-from edge0_train.phases.scoring import Scored, score, teacher_scores
+from edge0_train.objectives import ScoredBatch, scoring
+from edge0_train.objectives import on_policy as objective
+from edge0_train.objectives.scoring import Scored, score, teacher_scores
 from edge0_train.phases.student_sft import student_sft
 from edge0_train.run import open_run
 from edge0_train.student import StudentPath
@@ -85,14 +85,14 @@ def test_scores_are_the_teachers_view_of_every_completion_token(path, scored):
 
 
 def test_every_loss_of_the_configuration_is_there():
-    assert tuple(ON_POLICY_LOSSES) == all_settings()["on_policy.loss"].allowed()
+    assert [config(f"on_policy.loss={name}").on_policy.loss for name in ON_POLICY_LOSSES] == [*ON_POLICY_LOSSES]
     fields = {f.name for f in dataclasses.fields(Scored)}
-    assert all(set(names) <= fields for _, names in ON_POLICY_LOSSES.values())
+    assert all(set(loss.targets) <= fields for loss in ON_POLICY_LOSSES.values())
 
 
 @pytest.mark.parametrize("kind", ON_POLICY_LOSSES)
 def test_loss_and_masses_equal_the_dense_form(path, scored, kind):
-    value, said = on_policy._loss(path, kind, scored)
+    value, said = objective.rollout_loss(path, kind, scored)
     logits, teacher = dense_logits(path, scored, native=False), scored.scored
     buckets = (teacher.ids_CS, teacher.logp_CS, teacher.log_tail_C)
     want = {
@@ -114,7 +114,7 @@ def test_loss_and_masses_equal_the_dense_form(path, scored, kind):
 def test_every_loss_sends_a_gradient_through_the_path(path, scored, kind):
     weight = path.model.model.layers[0].linear_attn.out_proj.weight.requires_grad_()
     try:
-        on_policy._loss(path, kind, scored)[0].backward()
+        objective.rollout_loss(path, kind, scored)[0].backward()
         assert weight.grad is not None and bool(weight.grad.abs().sum() > 0)
     finally:
         weight.grad = None
@@ -152,7 +152,7 @@ def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(t
     """Loaded once a round, never two at a time, and none while the student trains."""
     alive: list[weakref.ref[torch.nn.Module]] = []
     while_training: list[int] = []
-    build, loss = scoring.build_teacher, on_policy._loss
+    build, loss = scoring.build_teacher, objective.rollout_loss
 
     def counted(made: Config) -> StudentPath:
         assert not any(one() for one in alive)
@@ -165,7 +165,7 @@ def test_a_teacher_that_is_not_resident_scores_the_same_and_is_gone_afterwards(t
         return loss(*arguments)
 
     monkeypatch.setattr(scoring, "build_teacher", counted)
-    monkeypatch.setattr(on_policy, "_loss", watched)
+    monkeypatch.setattr(objective, "rollout_loss", watched)
     resident, _ = trained("resident")
     assert len(alive) == 1 and set(while_training) == {1}
     del alive[:], while_training[:]

@@ -13,7 +13,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.base.families import cpu_options
 from edge0_train.base.names import transformers_module
 from edge0_train.data.rows import TextRow, collate
-from edge0_train.student import PrerouterHeads, Sampling, StudentPath, add_lora, generate, lora_disabled
+from edge0_train.student import Decoding, PrerouterHeads, StudentPath, add_lora, generate, lora_disabled
 from edge0_train.student.generate import StepRecord
 from tests.reference_path import (
     BASE_K,
@@ -163,7 +163,7 @@ def test_generate_equals_the_parallel_pass(adapted, name):
     prompts = [row.prompt_ids for row in text_rows([(1, 1), (2, 1), (5, 1), (9, 1)])]
     records: list[StepRecord] = []
     with torch.no_grad():
-        done = generate(path, prompts, Sampling(8), end_ids=(), pad_id=0, observe=records.append)
+        done = generate(path, prompts, Decoding(8), end_ids=(), pad_id=0, observe=records.append)
         rows = [TextRow(prompt, d.ids, "length") for prompt, d in zip(prompts, done, strict=True)]
         batch = collate(rows, pad_id=0)
         routing = path.predicted(batch.decoded_BT)
@@ -191,20 +191,20 @@ def test_a_finished_row_changes_nothing_for_the_others(adapted):
     """A row stops at its end token; the rest goes on as if it were alone."""
     path, _ = make(adapted, TIER)
     prompts = [row.prompt_ids for row in text_rows([(3, 1), (6, 1)])]
-    free = generate(path, prompts, Sampling(9), end_ids=(), pad_id=0)
+    free = generate(path, prompts, Decoding(9), end_ids=(), pad_id=0)
     end = next(t for t in free[0].ids[1:5] if t not in free[1].ids)
     stop = free[0].ids.index(end) + 1
-    done = generate(path, prompts, Sampling(9), end_ids=(end,), pad_id=0)
+    done = generate(path, prompts, Decoding(9), end_ids=(end,), pad_id=0)
     assert done[0].ids == free[0].ids[:stop] and done[0].finish_reason == "stop"
     assert done[1].ids == free[1].ids and done[1].finish_reason == "length"
-    alone = generate(path, prompts[:1], Sampling(9), end_ids=(end,), pad_id=end)
+    alone = generate(path, prompts[:1], Decoding(9), end_ids=(end,), pad_id=end)
     assert alone[0] == done[0]
 
 
 def test_native_generation_is_the_bare_models_greedy_text(base):
     path = StudentPath(copy.deepcopy(base), TIER)
     prompt = text_rows([(4, 1)])[0].prompt_ids
-    done = generate(path, [prompt], Sampling(6), end_ids=(), pad_id=0, native_k=BASE_K)[0]
+    done = generate(path, [prompt], Decoding(6), end_ids=(), pad_id=0, native_k=BASE_K)[0]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(6):
@@ -217,14 +217,14 @@ def test_sampling_follows_the_models_distribution(adapted):
     path, _ = make(adapted, TIER)
     prompt = text_rows([(3, 1)])[0].prompt_ids
     records: list[StepRecord] = []
-    generate(path, [prompt], Sampling(1), end_ids=(), pad_id=0, observe=records.append)
+    generate(path, [prompt], Decoding(1), end_ids=(), pad_id=0, observe=records.append)
     p = (records[0].logits_BV[0].double() / 0.7).softmax(-1)
     order = sorted(range(len(p)), key=lambda v: -float(p[v]))
     kept: list[int] = []
     while sum(float(p[v]) for v in kept) < 0.8:
         kept.append(order[len(kept)])
     random = torch.Generator().manual_seed(0)
-    many = generate(path, [prompt] * 400, Sampling(1, 0.7, 0.8), end_ids=(), pad_id=0, generator=random)
+    many = generate(path, [prompt] * 400, Decoding(1, 0.7, 0.8), end_ids=(), pad_id=0, generator=random)
     drawn = [d.ids[0] for d in many]
     assert set(drawn) <= set(kept)
     mass = sum(float(p[v]) for v in kept)
@@ -232,7 +232,7 @@ def test_sampling_follows_the_models_distribution(adapted):
         expected = float(p[v]) / mass
         assert drawn.count(v) / 400 == pytest.approx(expected, abs=4 * math.sqrt(expected / 400))
     twice = [
-        generate(path, [prompt], Sampling(5, 1.0), end_ids=(), pad_id=0, generator=torch.Generator().manual_seed(9))
+        generate(path, [prompt], Decoding(5, 1.0), end_ids=(), pad_id=0, generator=torch.Generator().manual_seed(9))
         for _ in range(2)
     ]
     assert twice[0] == twice[1]
@@ -260,8 +260,8 @@ def test_a_row_of_a_batch_equals_the_row_alone(adapted, name):
                     routing.executed[layer][i, :length].sort(-1).values, alone.executed[layer][0].sort(-1).values
                 )
         prompts = [row.prompt_ids for row in rows]
-        batched = generate(path, prompts, Sampling(5), end_ids=(), pad_id=0)
-        assert batched == [generate(path, [p], Sampling(5), end_ids=(), pad_id=0)[0] for p in prompts]
+        batched = generate(path, prompts, Decoding(5), end_ids=(), pad_id=0)
+        assert batched == [generate(path, [p], Decoding(5), end_ids=(), pad_id=0)[0] for p in prompts]
 
 
 # -- (d) native passes -------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_native_passes_do_not_depend_on_what_the_student_did_before(base, adapte
     with torch.no_grad():
         want = base.model(input_ids=ids, use_cache=False).last_hidden_state
         student = path.hidden(ids, path.predicted(batch.decoded_BT), use_cache=False).last_hidden_state
-        generate(path, [row.prompt_ids for row in text_rows()], Sampling(3), end_ids=(), pad_id=0)
+        generate(path, [row.prompt_ids for row in text_rows()], Decoding(3), end_ids=(), pad_id=0)
         with lora_disabled(path.model):
             assert torch.equal(path.hidden(ids, path.native(BASE_K), use_cache=False).last_hidden_state, want)
         again = path.hidden(ids, path.predicted(batch.decoded_BT), use_cache=False).last_hidden_state

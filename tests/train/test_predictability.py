@@ -19,8 +19,10 @@ from edge0_train.build import build_student
 from edge0_train.cli import set_up_torch
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, collate
-from edge0_train.losses import SCORE_FLOOR, chunked, cross_entropy, routing_divergence
-from edge0_train.phases.student_sft import completion_loss, joint_parameters, lora_parameters, sft_loss, student_sft
+from edge0_train.losses import SCORE_FLOOR, chunked, cross_entropy
+from edge0_train.objectives import completion_loss, joint_parameters, lora_parameters
+from edge0_train.objectives.student import routing_divergence, sft_loss
+from edge0_train.phases.student_sft import student_sft
 from edge0_train.run import open_run
 from edge0_train.student import RoutingPass, StudentPath
 from tests.train.conftest import Make, task_rows

@@ -18,8 +18,9 @@ from edge0_runtime.contract.tier import Router
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student
 from edge0_train.data.rows import Batch, TextRow, collate
-from edge0_train.phases.head_distill import head_distill, perplexities
-from edge0_train.recall import BASELINES, LRU_TOKENS, best_baseline, lru_misses, measure_recall
+from edge0_train.measure.head_report import perplexities
+from edge0_train.measure.recall import BASELINES, LRU_TOKENS, best_baseline, lru_misses, measure_recall
+from edge0_train.phases.head_distill import head_distill
 from edge0_train.run import open_run
 from edge0_train.student import StudentPath
 from tests.train.conftest import Make, task_rows

@@ -304,13 +304,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_small_disk_fills_up_and_the_run_continues_once_there_is_room(small_disk, tmp_path):
     """Metrics and two checkpoints fit, the third does not; what is there is whole, and the resumed run is the undisturbed one."""
     straight, toy = Toy(), Toy()
-    train(run_in(tmp_path / "straight", checkpoint_every=1), OPTIM, straight.problem())
+    train(run_in(tmp_path / "straight", checkpoint_every=1), OPTIM, straight.objective())
     with pytest.raises(Edge0Error, match=r"step-00000003\.safetensors: no room to write.*free space"):
-        train(run_in(small_disk / "run", checkpoint_every=1), OPTIM, toy.problem())
+        train(run_in(small_disk / "run", checkpoint_every=1), OPTIM, toy.objective())
     kept = checkpoints(small_disk / "run" / "checkpoints")
     assert [path.name for path in kept] == ["step-00000001.safetensors", "step-00000002.safetensors"]
     assert sorted(kept[0].parent.iterdir()) == kept  # no rubbish
     subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
     again = Toy()
-    train(run_in(small_disk / "run", resume=True, checkpoint_every=1), OPTIM, again.problem())
+    train(run_in(small_disk / "run", resume=True, checkpoint_every=1), OPTIM, again.objective())
     assert same(again.values(), straight.values())

@@ -15,7 +15,8 @@ from edge0_train.adapters import base_info, input_path
 from edge0_train.build import build_student, input_identity
 from edge0_train.config import Config
 from edge0_train.data.rows import collate, read_data
-from edge0_train.phases.student_sft import mean_loss, student_sft
+from edge0_train.objectives import mean_loss
+from edge0_train.phases.student_sft import student_sft
 from edge0_train.run import open_run
 from tests.train.conftest import Make
 

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_
 
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.links import to_mlx
-from edge0_train.student.routing import select
+from edge0_train.student.router import select
 from edge0_train.synthetic import synthetic_config
 
 Files = tuple[dict[str, torch.Tensor], dict[str, Any]]

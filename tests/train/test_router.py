@@ -12,7 +12,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
 from edge0_runtime.contract.tier import Router
-from edge0_train.student.routing import multi_hot, scores, select, weigh
+from edge0_train.student.router import multi_hot, scores, select, weigh
 
 SOFTMAX = Router("softmax_topk")
 SIGMOID = Router("sigmoid_group", n_group=8, topk_group=4, scaling=2.5)

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from hydra import initialize_config_dir
 
+from edge0_train.build import warm_heads
 from edge0_train.config import config_directory, read_config
-from edge0_train.measure.bench import Bench, Stage, running, warm_heads
+from edge0_train.measure.bench import Bench, Stage, running
+from edge0_train.measure.drift import feature_drift
+from edge0_train.measure.overlap import adjacent_overlap
 from edge0_train.measure.quality import token_scores
-from edge0_train.measure.routing import adjacent_overlap, feature_drift, head_recall
+from edge0_train.measure.recall import head_recall
 from edge0_train.measure.survival import survival
 from recipes.paper_claims import run as recipe
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, needed, nodes

@@ -11,8 +11,9 @@ last four tokens' sets (the newest wins ties), and what the next layer's gate, i
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,9 +22,9 @@ import torch
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
 from edge0_train.data.rows import Batch
-from edge0_train.student.heads import PrerouterHeads
-from edge0_train.student.path import StudentPath
-from edge0_train.student.routing import multi_hot, select, weigh
+from edge0_train.objectives.passes import Routing, native_pass, student_pass
+from edge0_train.student import PrerouterHeads, StudentPath
+from edge0_train.student.router import multi_hot, select, weigh
 
 BASELINES = ("uniform", "frequency", "previous", "last_four", "next_gate")
 BUDGETS = (8, 16)
@@ -77,9 +78,8 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
     per_token: dict[int, list[dict[str, torch.Tensor]]] = {owner: [] for owner in tier.owners}
     sets: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {owner: [] for owner in tier.owners}
     groups: list[str] = []
-    at_BT: torch.Tensor
 
-    def pair(owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
+    def pair(at_BT: torch.Tensor, owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
         """One head's measures on the batch at hand, in the middle of the pass: one owner's features are held at a time."""
         shape, bias_E = router_BTE.shape[:2], path.expert_bias(owner + 1)
         executed_BTK = select(tier.router, router_BTE.flatten(0, 1), tier.k, bias_E).unflatten(0, shape)
@@ -101,12 +101,8 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
         per_token[owner].append({name: value.cpu() for name, value in measured.items()})
         sets[owner].append((served_NK.cpu(), true_NK.cpu()))
 
-    for batch in batches:
-        at_BT = path.timeline(batch.decoded_BT, batch.start_BT)[0]
+    for batch, at_BT in _passes(path, batches, native_pass, pair):
         groups += [batch.rows[row].task or "other" for row in at_BT.nonzero()[:, 0].tolist()]
-        routing = path.native(tier.k, batch.decoded_BT, batch.start_BT)
-        routing.pair = pair
-        path.hidden(batch.input_ids_BT, routing, use_cache=False)
     if not groups:
         raise Edge0Error(
             f"text.rows: none of the {sum(len(batch.rows) for batch in batches)} held-out rows has an input that is routed by"
@@ -126,6 +122,43 @@ def measure_recall(path: StudentPath, heads: PrerouterHeads, batches: Sequence[B
             name: float(torch.stack([joined[owner][name][at_N] for owner in tier.owners]).mean()) for name in names
         }
     return RecallReport(tier.k, len(groups), by_layer, by_group, _cache_misses(tier, sets))
+
+
+@torch.no_grad()
+def head_recall(path: StudentPath, batches: Sequence[Batch], own: bool) -> dict[str, float]:
+    """Recall@K of the path's heads alone, {"mean" and every owner: share of the true set}, without rounding.
+
+    Under native routing, as in `measure_recall`, or (own) under the heads' own predictions, as in decoding.
+    """
+    hits, targets, heads = dict.fromkeys(path.tier.owners, 0.0), 0, path.heads
+    assert heads is not None
+
+    def pair(at_BT: torch.Tensor, owner: int, features_BTF: torch.Tensor, router_BTE: torch.Tensor) -> None:
+        served_NK = select(path.tier.router, heads(owner, features_BTF[at_BT]), path.tier.k)
+        true_NK = select(path.tier.router, router_BTE[at_BT], path.tier.k, path.expert_bias(owner + 1))
+        hits[owner] += float(found(served_NK, true_NK, path.tier.num_experts).sum())
+
+    for _, at_BT in _passes(path, batches, student_pass if own else native_pass, pair):
+        targets += int(at_BT.sum())
+    recall = {owner: hit / (path.tier.k * targets) for owner, hit in hits.items()}
+    return {"mean": sum(recall.values()) / len(recall), **{str(owner): value for owner, value in recall.items()}}
+
+
+def _passes(
+    path: StudentPath, batches: Sequence[Batch], routing: Routing, pair: Callable[..., None]
+) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Run every batch; yields it with its predicted inputs, bool [B, T], after `pair(these inputs, owner, ...)` of all owners."""
+    for batch in batches:
+        at_BT = path.timeline(batch.decoded_BT, batch.start_BT)[0]
+        chosen = routing(path, batch)
+        chosen.pair = functools.partial(pair, at_BT)
+        path.hidden(batch.input_ids_BT, chosen, use_cache=False)
+        yield batch, at_BT
+
+
+def found(guess_NK: torch.Tensor, true_NK: torch.Tensor, experts: int) -> torch.Tensor:
+    """1.0 for every one of the true experts that is among the guessed, else 0.0: [N, K]. Its mean is recall."""
+    return multi_hot(guess_NK, experts).gather(-1, true_NK)
 
 
 def best_baseline(report: RecallReport) -> tuple[str, float]:
@@ -156,7 +189,7 @@ def _of_head(
     tier: Tier, head_NE: torch.Tensor, served_NK: torch.Tensor, true_NK: torch.Tensor, logits_NE: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """A head's measures for every token, [N] each. served_NK: what the router's rule chooses by the head's logits."""
-    found_NK = multi_hot(served_NK, tier.num_experts).gather(-1, true_NK)
+    found_NK = found(served_NK, true_NK, tier.num_experts)
     weights_NK = weigh(tier.router, logits_NE, true_NK)
     wider = [budget for budget in BUDGETS if tier.k < budget <= tier.num_experts]
     measured = {f"recall@{tier.k}": found_NK.mean(-1)}
@@ -168,8 +201,7 @@ def _of_head(
 
 def _recall(score_NE: torch.Tensor, true_NK: torch.Tensor, budget: int) -> torch.Tensor:
     """Share of every token's true experts that are among the `budget` of the highest score, [N]."""
-    guess_NE = multi_hot(score_NE.topk(budget, -1).indices, score_NE.shape[-1])
-    return guess_NE.gather(-1, true_NK).mean(-1)
+    return found(score_NE.topk(budget, -1).indices, true_NK, score_NE.shape[-1]).mean(-1)
 
 
 def _recent_votes(before_BTE: torch.Tensor) -> torch.Tensor:

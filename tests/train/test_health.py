@@ -8,7 +8,7 @@ import random
 import pytest
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.data.gates import LEAST_ROWS, RowHealth, check_rows, repeats_itself
+from edge0_train.data.health import LEAST_ROWS, RowHealth, check_rows, repeats_itself
 from edge0_train.data.rows import TextRow
 from tests.train.conftest import Make, task_rows
 

@@ -1,4 +1,4 @@
-"""The teacher's side of phase 3: its view of every token that the student wrote, cached on disk batch by batch."""
+"""The teacher's view of every token that the student wrote, cached on disk batch by batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from edge0_runtime.contract.files import atomic_replace
 from edge0_train.build import Student, build_teacher
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate
-from edge0_train.losses import token_logp, topk_with_tail
+from edge0_train.losses import CHUNK, token_logp, topk_with_tail
+from edge0_train.objectives.passes import hidden_at_labels, labels_of
 from edge0_train.run import my_share
 from edge0_train.student import StudentPath
 
@@ -113,16 +114,14 @@ def teacher_scores(teacher: StudentPath, batch: Batch, top_k: int) -> dict[str, 
 
     The teacher is native at its published K.
     """
-    output = teacher.hidden(batch.input_ids_BT, teacher.native(teacher.tier.base_k), use_cache=False)
-    at_BT = batch.labels_BT != IGNORE
-    hidden_NH, sampled_N = output.last_hidden_state[at_BT], batch.labels_BT[at_BT]
+    hidden_NH, sampled_N = hidden_at_labels(teacher, batch, teacher.native(teacher.tier.base_k)), labels_of(batch)
     parts = []
-    for hidden, sampled in zip(hidden_NH.split(1024), sampled_N.split(1024), strict=True):
+    for hidden, sampled in zip(hidden_NH.split(CHUNK), sampled_N.split(CHUNK), strict=True):
         logits = teacher.model.lm_head(hidden)
         parts.append((*topk_with_tail(logits, top_k), sampled, token_logp(logits, sampled)))
     columns = [torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True)]
     names = [f.name for f in dataclasses.fields(Scored)]
-    return dict(zip(names, columns, strict=True)) | {"lengths": at_BT.sum(1).cpu()}
+    return dict(zip(names, columns, strict=True)) | {"lengths": (batch.labels_BT != IGNORE).sum(1).cpu()}
 
 
 def join(scores: Sequence[Scored], device: torch.device) -> Scored:

@@ -1,4 +1,4 @@
-"""Sanity of generated rows: a model that runs on, repeats itself or grows longer every round makes no training text.
+"""Health of generated rows: a model that runs on, repeats itself or grows longer every round makes no training text.
 
 The limits are `sample.max_truncated`, `sample.max_repetitive` and `sample.max_growth`.
 """
@@ -46,8 +46,13 @@ class RowHealth:
 
 def repeats_itself(ids: Sequence[int]) -> bool:
     """Whether most 4-grams of a completion have occurred in it before."""
+    return repetition(ids) > REPEATED
+
+
+def repetition(ids: Sequence[int]) -> float:
+    """Share of a completion's 4-grams that it has written before, 0..1 (seq-rep-4 of Welleck et al. 2019)."""
     grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
-    return bool(grams) and 1 - len(set(grams)) / len(grams) > REPEATED
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def check_rows(rows: Sequence[TextRow], sample: Sample, what: str, before: RowHealth | None = None) -> RowHealth:

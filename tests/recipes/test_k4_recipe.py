@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from edge0_train.config import Config, read_config
+from recipes import runs
 from recipes.k4_from_k8 import run as recipe
 
 
@@ -29,7 +30,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
     def bench(command: list[str], **_: Any) -> SimpleNamespace:
         return SimpleNamespace(stdout="\n".join(json.dumps({"decode_tokens_per_second": n}) for n in (1, 2, 30)))
 
-    monkeypatch.setattr(recipe, "run_phase", run_phase)
+    monkeypatch.setattr(runs, "run_phase", run_phase)
     monkeypatch.setattr(recipe.subprocess, "run", bench)
     monkeypatch.setattr(sys, "argv", ["x", "--arms", "8", "4/16", "--rows", "8", "--out", str(tmp_path)])
     return configs
