@@ -29,6 +29,7 @@ Decode = Callable[[], Iterable[int]]
 
 
 def main() -> None:
+    """Entry point; the arguments are those of the module's docstring."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,7 +76,8 @@ def _peer(directory: Path, engine: Engine) -> Callable[..., mx.array]:
         if hasattr(module, "top_k"):  # of softmax families the block, of sigmoid families its gate
             module.top_k = engine.model.tier.k
     mx.eval(model.parameters())
-    return model
+    peer: Callable[..., mx.array] = model
+    return peer
 
 
 def _alternate(runs: dict[str, Decode], rounds: int) -> dict[str, list[float]]:

@@ -33,6 +33,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,11 +44,12 @@ from edge0_train.losses import chunked, cross_entropy, reverse_kl
 from edge0_train.report import table
 
 VOCABULARY, HIDDEN, TOP_K = 248_320, 256, 64
-LOSSES = {"cross-entropy": cross_entropy, "reverse KL": reverse_kl}
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {"cross-entropy": cross_entropy, "reverse KL": reverse_kl}
 GIB = 2**30
 
 
 def main() -> None:
+    """Entry point; the arguments are those of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2048, 4096])
     parser.add_argument("--threads", type=int, default=1)
@@ -107,7 +109,8 @@ def _in_a_process(loss: str, form: str, tokens: int, options: argparse.Namespace
     command = [sys.executable, __file__, "--threads", str(options.threads), "--limit-gib", str(options.limit_gib)]
     done = subprocess.run([*command, "--cell", loss, form, str(tokens)], capture_output=True, text=True)
     if done.returncode == 0:
-        return json.loads(done.stdout)
+        cell: dict[str, float] = json.loads(done.stdout)
+        return cell
     if "memory" not in done.stderr:
         raise SystemExit(done.stderr)
     return None

@@ -13,6 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -39,7 +40,7 @@ def make_groups(memory_bytes: int | None, read_bytes_s: int | None, path: Path) 
     ]
 
 
-def _group(folder: Path, settings: list[tuple[str, str | int | None]]) -> Path:
+def _group(folder: Path, settings: Sequence[tuple[str, str | int | None]]) -> Path:
     folder.mkdir()
     for name, value in settings:
         if value:
@@ -48,6 +49,7 @@ def _group(folder: Path, settings: list[tuple[str, str | int | None]]) -> Path:
 
 
 def main() -> int:
+    """Entry point; returns the command's exit code."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -58,6 +58,7 @@ def bars(
 
 
 def main() -> None:
+    """Entry point; the arguments are those of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("."))

@@ -46,6 +46,7 @@ def paced(
 
 
 def main() -> int:
+    """Entry point; returns the command's exit code."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -53,7 +54,7 @@ def main() -> int:
     parser.add_argument("--mib-s", type=float, required=True, metavar="N", help="speed of the simulated disk")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of edge0_runtime")
     args = parser.parse_args()
-    os.preadv = paced(args.mib_s * 2**20)  # type: ignore[assignment]
+    os.preadv = paced(args.mib_s * 2**20)
     print(f"simulated disk, {args.mib_s:g} MiB/s", file=sys.stderr)
     return cli.main(args.command)
 

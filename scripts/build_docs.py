@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,12 +121,13 @@ def api_pages() -> dict[str, str]:
     return pages
 
 
-def navigation(title: str, names: object) -> str:
+def navigation(title: str, names: Iterable[str]) -> str:
     """Lines for the end of mkdocs.yml's `nav`."""
     return "".join([f"  - {title}:\n", *(f"      - {name}\n" for name in names)])
 
 
 def write(path: Path, content: str | bytes) -> None:
+    """A file and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 

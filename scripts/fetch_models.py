@@ -13,9 +13,10 @@ import fnmatch
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from edge0_runtime.contract.artifacts import KINDS, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import raise_problems, sha256_file
 from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names
 
+Answer = TypeVar("Answer")
 WANTED = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 """Data only: a repository's Python files are of no use here."""
 
@@ -44,9 +46,11 @@ PUBLISHED = {
 class Hub(Protocol):
     """What is used of `huggingface_hub.HfApi`."""
 
-    def model_info(self, repo_id: str, *, revision: str, files_metadata: bool) -> Any: ...
+    def model_info(self, repo_id: str, *, revision: str, files_metadata: bool) -> Any:
+        """The repository's files in `siblings`."""
 
-    def snapshot_download(self, repo_id: str, *, revision: str, local_dir: str, allow_patterns: list[str]) -> Any: ...
+    def snapshot_download(self, repo_id: str, *, revision: str, local_dir: str, allow_patterns: list[str]) -> Any:
+        """Download what is not there yet."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,13 @@ def fetch(source: Source, directory: Path, hub: Hub, tier_name: str | None = Non
         raise Edge0Error(
             f"{directory}: {missing} bytes are to be downloaded, {free} are free; free some or name another"
         )
-    arguments = {"revision": source.revision, "local_dir": str(directory), "allow_patterns": [f.name for f in files]}
-    _ask(source, lambda: hub.snapshot_download(source.repo, **arguments))
+    names = [file.name for file in files]
+    _ask(
+        source,
+        lambda: hub.snapshot_download(
+            source.repo, revision=source.revision, local_dir=str(directory), allow_patterns=names
+        ),
+    )
     verify(directory, files)
     check_contents(directory, tier_name)
     return files
@@ -93,7 +102,7 @@ def _listing(hub: Hub, source: Source) -> list[Expected]:
     return [Expected(s.rfilename, s.size, s.lfs.sha256 if s.lfs else None) for s in wanted]
 
 
-def _ask(source: Source, request: Any) -> Any:
+def _ask(source: Source, request: Callable[[], Answer]) -> Answer:
     import httpx
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -132,6 +141,7 @@ def check_contents(directory: Path, tier_name: str | None) -> None:
 
 
 def main() -> None:
+    """Entry point; exit code 2 is a problem that the user can act on."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter

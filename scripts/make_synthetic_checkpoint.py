@@ -20,6 +20,7 @@ from edge0_train.synthetic import calibrate, shrink, write_adapters, write_base
 
 
 def main() -> None:
+    """Entry point; the arguments are those of the module's docstring."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter

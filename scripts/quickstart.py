@@ -27,6 +27,7 @@ def call(*arguments: str, capture: bool = False) -> subprocess.CompletedProcess[
 
 
 def main() -> None:
+    """Entry point; exit code 1 where what is served is not what was trained."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
     began = time.time()
     call("edge0_train", "phase=all", "tier=nano", f"root={root}", "resume=true")
