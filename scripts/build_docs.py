@@ -100,12 +100,7 @@ def with_new_links(page: Path, text: str) -> str:
 def settings_page() -> str:
     """Every setting with its type, default and meaning, as the one declaration has them."""
     command = [sys.executable, "-m", "edge0_train", "settings", "--markdown"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if result.returncode == 0:
-        return result.stdout
-    print("docs: `python -m edge0_train settings --markdown` is missing; the settings' page shows configs/train.yaml")
-    text = (ROOT / "configs" / "train.yaml").read_text(encoding="utf-8")
-    return f"# Settings\n\n`configs/train.yaml`:\n\n```yaml\n{text}```\n"
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def api_pages() -> dict[str, str]:
