@@ -37,6 +37,7 @@ from edge0_runtime.sequence import Sequence
 from edge0_runtime.step import Step
 from edge0_runtime.text import end_ids
 
+__all__ = ["Engine", "Token"]
 log = logging.getLogger(__name__)
 
 

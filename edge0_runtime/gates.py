@@ -36,7 +36,7 @@ class Gate(nn.Module, ABC):
     router: Router
 
     def __init__(self, inner: nn.Module, layer: int, tier: Tier, running: Running) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
         self.layer = layer
         self._tier, self._running = tier, running
@@ -67,16 +67,19 @@ class LogitGate(Gate):
     """Of a softmax-top-k block: x [..., T, D] -> router logits [..., T, E]."""
 
     def own(self, x: mx.array) -> Routing:
+        """The linear layer's logits [..., T, E]; the block chooses by them."""
         logits = self.inner(x)
         if not _one_token(x):
             return Routing(logits)
         return Routing(logits, scores=lambda: scores(self._tier.router, logits.reshape(-1)))
 
     def choice(self, own: Routing) -> mx.array:
+        """Resolved by `route`, in fp32: a feature or a hint, which may differ from the block at a near-tie."""
         assert own.logits_TE is not None
         return route(self._tier.router, own.logits_TE.reshape(-1, own.logits_TE.shape[-1])[-2:], self._tier.k)[0]
 
     def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
+        """Resolved by the block's own calls, so that it holds at near-ties too."""
         assert own.logits_TE is not None
         return block_choice(self._tier.router, own.logits_TE, self._tier.k, dtype)
 
@@ -92,6 +95,7 @@ class ChoiceGate(Gate):
     """Of a sigmoid-group block: x [..., T, D] -> (experts [..., T, K], their weights)."""
 
     def own(self, x: mx.array) -> Routing:
+        """mlx-lm's gate as it is; its scores are computed again, with its bias, only when somebody looks."""
         experts, weights = self.inner(x)
         if not _one_token(x):
             return Routing(experts_TK=experts, weights_TK=weights)
@@ -103,10 +107,12 @@ class ChoiceGate(Gate):
         return Routing(experts_TK=experts, weights_TK=weights, scores=chosen_by)
 
     def choice(self, own: Routing) -> mx.array:
+        """The gate has chosen already."""
         assert own.experts_TK is not None
         return own.experts_TK.reshape(-1, self._tier.k)[-2:]
 
     def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
+        """What the gate gave is what the block takes, whatever the dtype."""
         assert own.experts_TK is not None
         return own.experts_TK
 
@@ -123,8 +129,9 @@ def wrap_gate(block: Any, layer: int, tier: Tier, running: Running) -> Gate:
     chooser.top_k = tier.k
     # docs/method.md 1.2; a config may lack the field. For a wider mass the gate narrows the softmax itself: `within_mass`.
     chooser.norm_topk_prob = tier.router.renormalise and not tier.router.mass_k
-    block.gate = (ChoiceGate if chooses else LogitGate)(block.gate, layer, tier, running)
-    return block.gate
+    gate = (ChoiceGate if chooses else LogitGate)(block.gate, layer, tier, running)
+    block.gate = gate
+    return gate
 
 
 def _one_token(x: mx.array) -> bool:

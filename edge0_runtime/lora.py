@@ -64,14 +64,16 @@ class LoRAMultiLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, scale: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.linear = linear
         self.lora_a, self.lora_b = a, b
         self._scale = scale
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        """x W^T, or x W where not `transpose`, plus the LoRA the same way; in the dtype of x."""
         first, second = (self.lora_a, self.lora_b) if transpose else (self.lora_b.mT, self.lora_a.mT)
-        return self.linear(x, transpose) + (self._scale * (x @ first @ second)).astype(x.dtype)
+        base: mx.array = self.linear(x, transpose)
+        return base + (self._scale * (x @ first @ second)).astype(x.dtype)
 
 
 def _absorbed(

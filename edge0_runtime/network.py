@@ -37,17 +37,17 @@ def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         quantization = config.get("quantization") or config.get("quantization_config") or {}
 
-        class Network(library.Model):
+        class Network(library.Model):  # type: ignore[misc]  # which class it is, the family says
             def sanitize(self, weights: Weights) -> Weights:
                 weights = as_mlx_lm_names(weights, layout)
-                return super().sanitize(
-                    unpack_absorbed(weights, quantization.get("group_size", GROUP_SIZE), float32=float32)
-                )
+                weights = unpack_absorbed(weights, quantization.get("group_size", GROUP_SIZE), float32=float32)
+                sane: Weights = super().sanitize(weights)
+                return sane
 
         return Network, library.ModelArgs
 
     try:
-        network, _ = load_model(directory, lazy=True, get_model_classes=classes)
+        network: nn.Module = load_model(directory, lazy=True, get_model_classes=classes)[0]
     except (ValueError, TypeError, KeyError) as error:
         raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
     return network

@@ -41,6 +41,7 @@ class Defaults:
 
     @classmethod
     def of_model(cls, model_dir: Path) -> Defaults:
+        """By generation_config.json, where it is there. Raises Edge0Error: no JSON, or a value that is no number."""
         path = model_dir / "generation_config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -52,9 +52,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return strict_json(path.read_bytes())
+        fields: dict[str, Any] = strict_json(path.read_bytes())
     except ValueError as error:
         raise Edge0Error(f"{path}: not valid JSON ({error}); copy it from the base again") from error
+    return fields
 
 
 def decoder(tokenizer: Any) -> Decode:
@@ -71,6 +72,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
+        """Whether a stop string has come; what follows it is not the answer's."""
         return self._stops.reached
 
     def add(self, token: int) -> str:

@@ -17,6 +17,7 @@ class Lookahead(Arm):
     """
 
     def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
+        """The gate's own routing; for one token, also what the next layer's gate makes of x, into `expected`."""
         own, above = gate.own(x), gate.layer + 1
         one_token = x.size == x.shape[-1]
         if step.waits and one_token and above in self.parts.gates and above not in step.foreseen:

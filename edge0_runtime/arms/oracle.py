@@ -23,6 +23,7 @@ class Oracle(Arm):
         self._seen: dict[int, np.ndarray] = {}  # trail -> [MoE layers, K]
 
     def hints(self, last: Step, coming: Step) -> None:
+        """Remember the experts of the step just evaluated; stage the coming one's if its trail was seen before."""
         self._seen[last.trail] = last.executed().astype(np.int16)
         if len(self._seen) > MOST_STEPS:
             del self._seen[next(iter(self._seen))]

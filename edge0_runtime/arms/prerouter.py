@@ -54,6 +54,7 @@ class Prerouter(Lookahead):
         self.guessed = tuple(owner + 1 for owner in self._heads.owners if owner + 1 not in self._tier.consumers)
 
     def foresee(self, last: Step, coming: Step) -> None:
+        """Run all heads on the last pass's features, if it left any: the consumers' routings, lazily."""
         if last.features is None:
             return
         assert coming.token is not None
@@ -65,6 +66,7 @@ class Prerouter(Lookahead):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
 
     def hints(self, last: Step, coming: Step) -> None:
+        """Stage the consumers' predicted experts; guess those of the heads that route nothing."""
         if coming.ahead is None:
             return
         consumers, experts_OK = self._tier.consumers, np.array(coming.ahead.experts_TK).astype(np.int64)
@@ -72,6 +74,7 @@ class Prerouter(Lookahead):
         coming.guess(self.guessed, experts_OK[len(consumers) :])
 
     def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
+        """The prediction where there is one, else as in `lookahead`; an owner's input (and own choice) is kept for its head."""
         layer = gate.layer
         routing = step.foreseen.get(layer) or super().route(step, gate, x)
         if layer in self._owners and self._leaves_features(step):
@@ -81,6 +84,7 @@ class Prerouter(Lookahead):
         return routing
 
     def remember(self, step: Step, last: Step | None) -> Features | None:
+        """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none."""
         if not self._leaves_features(step):
             return None
         if self._tier.feature_topk == "executed":

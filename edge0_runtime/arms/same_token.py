@@ -22,6 +22,7 @@ class SameToken(Arm):
     exact: ClassVar[bool] = False
 
     def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
+        """What the layer below left in `foreseen`, else the own gate; first the layer above is routed and staged, after x."""
         above = gate.layer + 1
         if step.decoding and above in self.parts.tier.consumers:
             # Before this layer computes: its bytes and the next one's are then read together.

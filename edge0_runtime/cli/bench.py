@@ -15,6 +15,7 @@ PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blue and 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, prompts, and which arms to compare."""
     add_engine_options(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: two questions")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
@@ -33,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print each prompt's figures as they come, or the table of arms at the end; with --json one line a run on stdout.
+
+    An arm that holds all experts gets a second engine, without heads.
+    """
     from edge0_runtime.measure.ab import compare, table
     from edge0_runtime.measure.bench import bench
     from edge0_runtime.text import chat_ids

@@ -13,6 +13,7 @@ HELP = "talk to the model in its chat template"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, one question or none, and how answers are sampled."""
     add_engine_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="one question, one answer, no conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of one answer; default: what the context holds")
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Answer one question, or hold a conversation until end of input. Raises Edge0Error for --json without --prompt."""
     from edge0_runtime.cli.generation import reply
 
     if args.json and args.prompt is None:

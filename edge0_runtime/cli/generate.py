@@ -12,6 +12,7 @@ HELP = "continue a text"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, a prompt as text or as ids, and how its continuation is chosen and shown."""
     add_engine_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="raw text, without the chat template")
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the continuation as it comes, or with --json one object at the end; --trace writes its file meanwhile."""
     from edge0_runtime.cli.generation import expert_trace, generate
     from edge0_runtime.sampling import Sampling
 

@@ -34,6 +34,7 @@ class Generation:
     total_s: float
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON data, with usage in tokens and the speed after the first token (None if there is but one)."""
         count, steady_s = len(self.ids), self.total_s - self.first_token_s
         return {
             "prompt_ids": self.prompt_ids,

@@ -12,10 +12,12 @@ HELP = "contract and provenance of a model directory; loads no weights"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL_DIR, and the form of the answer."""
     add_directory(parser)
     parser.add_argument("--json", action="store_true")
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print contract and provenance, for people or as one JSON object."""
     data = inspect(args.model_dir, args.tier)
     print(json.dumps(data, indent=2) if args.json else inspection_text(data))

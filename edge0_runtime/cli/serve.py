@@ -10,12 +10,14 @@ HELP = "serve OpenAI's chat API over HTTP"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, and where to listen."""
     add_engine_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
     parser.add_argument("--port", type=int, default=8080)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Take the address before loading, so that one in use is said at once; serve until a signal ends it."""
     from edge0_runtime.server.app import bind, serve
 
     with bind(args.host, args.port) as address, load_engine(args) as engine:

@@ -12,11 +12,13 @@ HELP = "the built-in tiers, or all tensors of one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A tier or none, and the form of the answer."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="a built-in tier, or a file ending in .yaml")
     parser.add_argument("--json", action="store_true")
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print one line for every built-in tier, or all tensors of the one named."""
     if args.name is not None:
         data = describe_tier(read_tier(args.name))
         print(json.dumps(data, indent=2) if args.json else tier_text(data))

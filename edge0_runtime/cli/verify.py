@@ -11,11 +11,13 @@ HELP = "check that the directory serves as it was trained"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, and the form of the report."""
     add_engine_options(parser)
     parser.add_argument("--json", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Replay the reference trace of the export, print the report; 0 if nothing fails, else 1."""
     from edge0_runtime.contract.traces import read_trace
     from edge0_runtime.measure.verify import report_text, verify
 

@@ -54,23 +54,27 @@ def texts(field: str, value: Any) -> tuple[str, ...]:
 
 
 def count(field: str, value: Any, least: int = 1) -> int:
+    """A whole number in least..MAX_COUNT; true and 1.0 are none."""
     if type(value) is not int or not least <= value <= MAX_COUNT:
         raise Edge0Error(f"tier.{field}: {value!r} is not a whole number of at least {least} (and at most {MAX_COUNT})")
     return value
 
 
 def positive(field: str, value: Any) -> float:
+    """A finite number above 0, as a float."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise Edge0Error(f"tier.{field}: {value!r} is not a number larger than 0")
     return float(value)
 
 
 def flag(field: str, value: Any) -> bool:
+    """true or false; 0 and 1 are neither."""
     if type(value) is not bool:
         raise Edge0Error(f"tier.{field}: {value!r} is neither true nor false")
     return value
 
 
 def choice(field: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise Edge0Error, which lists what is `allowed`, for anything else."""
     if value not in allowed:
         raise Edge0Error(f"tier.{field}: {value!r} is unknown; choose one of {', '.join(allowed)}")

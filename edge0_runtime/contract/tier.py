@@ -107,25 +107,28 @@ class Tier:
 
     @property
     def hidden_size(self) -> int:
-        return self.architecture["hidden_size"]
+        """Width of the residual stream, and so of a MoE layer's input."""
+        return self._number("hidden_size")
 
     @property
     def num_layers(self) -> int:
-        return self.architecture["num_hidden_layers"]
+        """Decoder layers, dense ones included."""
+        return self._number("num_hidden_layers")
 
     @property
     def num_experts(self) -> int:
-        return self.architecture[self.layout.num_experts]
+        """Routed experts of one MoE layer; shared ones are not counted."""
+        return self._number(self.layout.num_experts)
 
     @property
     def expert_width(self) -> int:
         """Width of one routed expert's hidden layer."""
-        return self.architecture[self.layout.expert_width]
+        return self._number(self.layout.expert_width)
 
     @property
     def base_k(self) -> int:
         """The K that the base and the teacher were trained with."""
-        return self.architecture["num_experts_per_tok"]
+        return self._number("num_experts_per_tok")
 
     @property
     def start_layer(self) -> int:
@@ -145,12 +148,18 @@ class Tier:
     @property
     def head_input(self) -> int:
         """Width of a head's input."""
-        return self.head_columns[self.head_inputs[-1]].stop
+        width: int = self.head_columns[self.head_inputs[-1]].stop
+        return width
 
     @property
     def head_parts(self) -> dict[str, tuple[int, int]]:
         """{part: [out, in]} of one head."""
         return HEAD_KINDS[self.head].tensors(self.head_input, self.head_width, self.num_experts)
+
+    def _number(self, field: str) -> int:
+        """A field of the architecture that `validate` has found to be a whole number."""
+        number: int = self.architecture[field]
+        return number
 
     def head_tensors(self) -> dict[str, tuple[int, int]]:
         """{key: [out, in]} of all tensors of the prerouter file."""
@@ -236,6 +245,7 @@ def tier_directory() -> Path:
 
 
 def builtin_tier_names() -> tuple[str, ...]:
+    """Names of the tiers that come with the project, sorted."""
     return tuple(sorted(path.stem for path in tier_directory().glob("*.yaml")))
 
 

@@ -36,7 +36,7 @@ def predicted_mask(first_token: FirstToken, decoded_T: np.ndarray, start_T: np.n
         A document's first input is never predicted: there is no earlier token to predict it from.
     """
     decoded_T = np.asarray(decoded_T, dtype=bool)
-    predicted_T = decoded_T & ~_starts(decoded_T, start_T)
+    predicted_T: np.ndarray = decoded_T & ~_starts(decoded_T, start_T)
     if first_token == "gate":
         predicted_T &= np.concatenate([[False], decoded_T[:-1]])
     return predicted_T

@@ -151,35 +151,49 @@ def _arrays(prompt: PromptTrace) -> tuple[np.ndarray, ...]:
     )
 
 
-def _prompt_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
-    arrays = dict(zip(("prompt", "generated", "experts", "logits ids", "logits values"), _arrays(prompt), strict=True))
+def _named(prompt: PromptTrace) -> dict[str, np.ndarray]:
+    """The arrays by the names that they have in sentences, in the order of _PARTS."""
+    return dict(zip(("prompt", "generated", "experts", "logits ids", "logits values"), _arrays(prompt), strict=True))
+
+
+def _prompt_problems(prompt: PromptTrace, tier: Tier | None) -> list[str]:
+    """What is wrong with one prompt's arrays; values are looked at only where all shapes fit."""
+    return list(_shape_problems(prompt)) or [
+        *_layout_problems(prompt, tier),
+        *_id_problems(prompt, tier),
+        *_logits_problems(prompt),
+    ]
+
+
+def _shape_problems(prompt: PromptTrace) -> Iterable[str]:
+    arrays = _named(prompt)
     dimensions = [array.ndim for array in arrays.values()]
     if dimensions != [1, 1, 3, 2, 2]:
         yield f"arrays have {dimensions} dimensions, must be [1, 1, 3, 2, 2]"
         return
-    steps, layers, k = prompt.experts_TLK.shape
-    top = prompt.logits_ids_TN.shape[1]
-    wanted = {
-        "generated": (steps,),
-        "logits ids": (steps, top),
-        "logits values": (steps, top),
-    }
-    for name, shape in wanted.items():
+    steps, top = len(prompt.experts_TLK), prompt.logits_ids_TN.shape[1]
+    for name, shape in (("generated", (steps,)), ("logits ids", (steps, top)), ("logits values", (steps, top))):
         if arrays[name].shape != shape:
             yield f"{name}: shape {list(arrays[name].shape)}, by the experts' shape it must be {list(shape)}"
-    empty = [name for name, array in arrays.items() if array.size == 0]
-    if empty or any(arrays[name].shape != shape for name, shape in wanted.items()):
-        if empty:
-            yield f"{', '.join(empty)}: empty"
+    if empty := [name for name, array in arrays.items() if array.size == 0]:
+        yield f"{', '.join(empty)}: empty"
+
+
+def _layout_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
+    """Layers and K, where there is a tier that says them."""
+    if tier is None:
         return
-    if tier is not None and (layers, k) != (len(tier.layout.moe_layers(tier.architecture)), tier.k):
-        yield (
-            f"experts: {layers} layers and K = {k}, tier {tier.name} has"
-            f" {len(tier.layout.moe_layers(tier.architecture))} and K = {tier.k}"
-        )
-    vocabulary = tier.architecture["vocab_size"] if tier is not None else 2**31
-    limits = {"prompt": vocabulary, "generated": vocabulary, "logits ids": vocabulary}
-    limits["experts"] = tier.num_experts if tier is not None else 2**31
+    _, layers, k = prompt.experts_TLK.shape
+    moe_layers = len(tier.layout.moe_layers(tier.architecture))
+    if (layers, k) != (moe_layers, tier.k):
+        yield f"experts: {layers} layers and K = {k}, tier {tier.name} has {moe_layers} and K = {tier.k}"
+
+
+def _id_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
+    """Tokens and experts that the tier doesn't have (without one: that no int32 is), and experts out of order."""
+    arrays = _named(prompt)
+    vocabulary, experts = (2**31, 2**31) if tier is None else (tier.architecture["vocab_size"], tier.num_experts)
+    limits = {"prompt": vocabulary, "generated": vocabulary, "logits ids": vocabulary, "experts": experts}
     for name, limit in limits.items():
         array = arrays[name]
         if not np.issubdtype(array.dtype, np.integer):
@@ -188,12 +202,16 @@ def _prompt_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
             yield f"{name}: ids {array.min()}..{array.max()}, must lie in 0..{limit - 1}"
     if not (np.diff(prompt.experts_TLK, axis=-1) > 0).all():
         yield "experts: ids of a layer must rise, each once"
+
+
+def _logits_problems(prompt: PromptTrace) -> Iterable[str]:
+    """Rows that are not the largest logits in order, or whose first is not the token that was generated."""
     values = prompt.logits_values_TN
     if not np.isfinite(values).all():
         yield "logits values: not all finite"
     elif (np.diff(values, axis=-1) > 0).any():
         yield "logits values: must fall along a row"
-    if any(len(np.unique(row)) < top for row in prompt.logits_ids_TN):
+    if any(len(np.unique(row)) < len(row) for row in prompt.logits_ids_TN):
         yield "logits ids: an id occurs twice in a row"
     # The trace is greedy: catches rows shifted by one step, which no shape shows. Ties may go either way.
     chosen = np.where(prompt.logits_ids_TN == prompt.generated_ids_T[:, None], values, -np.inf).max(axis=-1)

@@ -88,6 +88,7 @@ class SlotPool:
         self.reset_counters()
 
     def reset_counters(self) -> None:
+        """Set to 0 all that `COUNTERS` of experts/memory.py names; what is held stays."""
         self.loads = self.bytes_read = self.hits = self.misses = self.late = self.evictions = 0
         self.blocked_seconds = 0.0
 
@@ -150,7 +151,8 @@ class SlotPool:
 
     def present(self, layer: int, experts_N: np.ndarray) -> np.ndarray:
         """Which of the experts are in memory or on their way: bool [N]."""
-        return self._slot_LE[self._row[layer], experts_N] >= 0
+        here_N: np.ndarray = self._slot_LE[self._row[layer], experts_N] >= 0
+        return here_N
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class LastWrite(NamedTuple):
 
     @classmethod
     def of(cls, file: int) -> LastWrite:
+        """What the file descriptor's file says now. Raises OSError if it can't be asked."""
         found = os.fstat(file)
         return cls(found.st_size, found.st_mtime_ns)
 

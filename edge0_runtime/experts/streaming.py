@@ -64,13 +64,15 @@ class ResidentSwitchGLU(nn.Module):
     """mlx-lm's module with all its weights in memory, as it is; what ran is noted."""
 
     def __init__(self, inner: SwitchGLU, layer: int, running: Running) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
         self._layer, self._running = layer, running
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """(x [1, T, H], indices [1, T, K]) -> [1, T, K, H]; nothing is waited for."""
         self._running.step.ran[self._layer] = indices.reshape(-1, indices.shape[-1])
-        return self.inner(x, indices)
+        outputs: mx.array = self.inner(x, indices)
+        return outputs
 
 
 class StreamingSwitchGLU(nn.Module):
@@ -80,7 +82,7 @@ class StreamingSwitchGLU(nn.Module):
     _pool: SlotPool
 
     def __init__(self, inner: SwitchGLU, layer: int, running: Running) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
         self._layer, self._running = layer, running
         self.detach()
@@ -100,6 +102,7 @@ class StreamingSwitchGLU(nn.Module):
             self.inner[tensor.projection][tensor.part] = weight
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Note what ran, in whichever of the four ways. Raises Edge0Error when an expert can't be read."""
         step, layer = self._running.step, self._layer
         staged_K = step.staged.get(layer)
         if staged_K is not None:
@@ -108,7 +111,8 @@ class StreamingSwitchGLU(nn.Module):
         if self._pool.full:
             if staged_K is None:
                 step.ran[layer] = indices.reshape(-1, indices.shape[-1])
-            return self.inner(x, indices)
+            outputs: mx.array = self.inner(x, indices)
+            return outputs
         expected: mx.array | None = None  # of the next layer, as far as this one can tell
         experts_N = staged_K
         if experts_N is None:
@@ -118,7 +122,8 @@ class StreamingSwitchGLU(nn.Module):
             return self._compute_in_groups(x, indices, experts_N)
         self._pool.acquire(layer, experts_N, lambda: mx.eval(x), foreseen=staged_K is not None)
         self._read_next(step, expected)
-        return self.inner(x, self._pool.locate(layer, indices))
+        outputs = self.inner(x, self._pool.locate(layer, indices))
+        return outputs
 
     def _routed(self, step: Pass, x: mx.array, indices: mx.array, expected: mx.array | None) -> np.ndarray:
         """[N], the distinct experts that the layer's router has chosen; waits for it, and with it for all layers below."""
@@ -162,5 +167,5 @@ class StreamingSwitchGLU(nn.Module):
             mx.eval(results[-1])
             self._pool.release()
             rows.append(row_G)
-        result_RH = mx.concatenate(results)[mx.array(np.argsort(np.concatenate(rows)))]
+        result_RH: mx.array = mx.concatenate(results)[mx.array(np.argsort(np.concatenate(rows)))]
         return result_RH.reshape(*indices.shape, x.shape[-1])

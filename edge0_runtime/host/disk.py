@@ -32,10 +32,12 @@ class DiskSpeed:
 
     @property
     def bytes_per_second(self) -> float:
+        """Of the bytes asked for: what an engine with as many threads may count on."""
         return self.nbytes / self.seconds
 
     @property
     def ms_per_expert(self) -> float:
+        """All threads together: an expert's share of the time, not how long one read takes."""
         return 1e3 * self.seconds / self.experts
 
 

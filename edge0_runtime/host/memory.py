@@ -69,12 +69,14 @@ def memory_limit_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path
                 limits.append(int(text))
             if folder == base:
                 break
-    return min(limits)
+    least: int = min(limits)
+    return least
 
 
 def rss_bytes() -> int:
     """The resident set now."""
-    return psutil.Process().memory_info().rss
+    rss: int = psutil.Process().memory_info().rss
+    return rss
 
 
 def page_cache_bytes(paths: Iterable[Path]) -> int | None:

@@ -46,22 +46,35 @@ def compare(
         for prompt_ids in prompts
     ]
     for arm in arms:
-        for prompt_ids, answer in zip(prompts, answers, strict=True):
-            for _ in serving(arm).replay(prompt_ids, answer):
-                pass
+        _replay_all(serving(arm), prompts, answers)
     greedy: dict[int, list[int]] = {}
     for number in range(rounds):
         for half, order in enumerate((arms, arms[::-1])):
             for arm in order:
                 serves = serving(arm)
                 for index, (prompt_ids, answer) in enumerate(zip(prompts, answers, strict=True)):
-                    serves.forget_experts()
-                    row = run(serves, prompt_ids, max_tokens=max_tokens, continuation=answer, page_cache=page_cache)
-                    if row["dropped_experts"]:
-                        raise Edge0Error(f"arm {arm}: {row['dropped_experts']} experts were dropped; this is a bug")
+                    row = _measured(serves, prompt_ids, answer, max_tokens, page_cache)
                     if arm_class(arm).exact and greedy.setdefault(index, row["greedy"]) != row["greedy"]:
                         raise Edge0Error(f"arm {arm}: other greedy tokens than another exact arm; this is a bug")
                     yield environment(serves) | {"round": number, "half": half, "prompt": index} | row
+
+
+def _replay_all(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    """Process every answer once, unmeasured."""
+    for prompt_ids, answer in zip(prompts, answers, strict=True):
+        for _ in engine.replay(prompt_ids, answer):
+            pass
+
+
+def _measured(
+    engine: Engine, prompt_ids: Sequence[int], answer: Sequence[int], max_tokens: int, page_cache: PageCache
+) -> dict[str, Any]:
+    """The row of one run that begins without experts. Raises Edge0Error if an expert was dropped in it."""
+    engine.forget_experts()
+    row = run(engine, prompt_ids, max_tokens=max_tokens, continuation=answer, page_cache=page_cache)
+    if row["dropped_experts"]:
+        raise Edge0Error(f"arm {engine.model.arm_name}: {row['dropped_experts']} experts were dropped; this is a bug")
+    return row
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], arm: str, against: str) -> list[float]:

@@ -111,6 +111,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing fails."""
         return not self.problems()
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ OPEN_PATHS = ("/health",)  # for probes, which have no key
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; of names, `localhost` alone counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -50,13 +51,14 @@ def _origin_host(origin: str) -> str | None:
 
 
 class Guard:
-    """ASGI middleware: API key, Origin, size of the body. (Host is Starlette's TrustedHostMiddleware.)"""
+    """ASGI middleware: API key, Origin, size of the body. Host is Starlette's TrustedHostMiddleware's."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, loopback: bool, max_body: int = MAX_BODY_BYTES) -> None:
         self._app, self._loopback, self._max_body = app, loopback, max_body
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with 401, 403 or 413, or pass the request on with its body counted; what is not HTTP goes through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

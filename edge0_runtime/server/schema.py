@@ -38,10 +38,12 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def body(self) -> dict[str, Any]:
+        """OpenAI's error object; the type says whose fault it is: the request's below status 500, else ours."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        """The error object with its status and headers."""
         return JSONResponse(self.body(), self.status, headers=dict(self.headers or {}))
 
 
@@ -84,14 +86,19 @@ class Message(_Strict):
     content: Annotated[str, BeforeValidator(_text_content)]
 
     def for_template(self) -> dict[str, str]:
+        """The turn under the role names that chat templates know."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class StreamOptions(_Strict):
+    """Of a streamed answer: `include_usage` asks for a last chunk with the count of tokens."""
+
     include_usage: bool = False
 
 
 class TextFormat(_Strict):
+    """The one `response_format` that is served; `json_object` and `json_schema` are refused."""
+
     type: Literal["text"]
 
 

@@ -86,10 +86,12 @@ class Worker:
         self._thread = threading.Thread(target=self._main, name="edge0-mlx")
 
     def start(self) -> None:
+        """Start the thread in which all of the engine's MLX work is done; once only."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
+        """Whether jobs are still taken: the thread runs, and nobody has closed it."""
         return not self._stopped and self._thread.is_alive()
 
     @property

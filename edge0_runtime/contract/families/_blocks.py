@@ -41,7 +41,7 @@ def mlp(path: str, hidden: int, width: int) -> Modules:
 
 def sparse_after_dense(arch: Architecture, layer: int) -> bool:
     """Whether a layer has routed experts, in a family whose first layers are dense."""
-    return layer >= arch["first_k_dense_replace"]
+    return bool(layer >= arch["first_k_dense_replace"])
 
 
 def dense_or_shared(arch: Architecture, layer: int, shared: str = "n_shared_experts") -> Modules:
@@ -66,7 +66,7 @@ class LayerRows:
         mlx: the layer's path in MLX. hf: in transformers.
     """
 
-    def __init__(self, mlx: str = "model.layers.{n}", hf: str = "model.layers.{n}"):
+    def __init__(self, mlx: str = "model.layers.{n}", hf: str = "model.layers.{n}") -> None:
         self.mlx, self.hf = mlx, hf
 
     def vectors(self, *paths: str, **facts: Any) -> tuple[Link, ...]:
@@ -195,7 +195,7 @@ def _flat_config(
 
 def is_linear(arch: Architecture, layer: int) -> bool:
     """Whether the layer's mixer is recurrent, where every `full_attention_interval`-th has full attention."""
-    return (layer + 1) % arch["full_attention_interval"] != 0
+    return bool((layer + 1) % arch["full_attention_interval"] != 0)
 
 
 def interval_of_layer_types(config: Config, plain: Any) -> Any:

@@ -8,6 +8,7 @@ that it is or absorbed as mlx-lm's class has it; and the experts, below `experts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
@@ -31,7 +32,7 @@ _ALIASES = {
 
 
 def _is_mla(config: Config, layer: int) -> bool:
-    return (layer + 1) % config["layer_group_size"] == 0
+    return bool((layer + 1) % config["layer_group_size"] == 0)
 
 
 def _is_kda(config: Config, layer: int) -> bool:
@@ -122,10 +123,11 @@ def _mlx_config(config: Config, fill: Fill) -> dict[str, Any]:
         made.setdefault("rope_scaling", rope)
     if "rope_theta" in rope:
         made["rope_theta"] = rope["rope_theta"]
-    for field, other, kind in (
+    said_twice: tuple[tuple[str, str, Callable[[int], str]], ...] = (
         ("layer_types", "layer_group_size", lambda n: "full_attention" if _is_mla(made, n) else "linear_attention"),
         ("mlp_layer_types", "first_k_dense_replace", lambda n: "sparse" if sparse_after_dense(made, n) else "dense"),
-    ):
+    )
+    for field, other, kind in said_twice:
         kinds = made.pop(field, [])
         if kinds != [kind(n) for n in range(len(kinds))]:
             raise Edge0Error(

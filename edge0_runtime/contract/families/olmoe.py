@@ -5,7 +5,7 @@ from edge0_runtime.contract.links import Config
 
 
 def _head_dim(config: Config) -> int:
-    return config["hidden_size"] // config["num_attention_heads"]
+    return int(config["hidden_size"] // config["num_attention_heads"])
 
 
 FAMILY = flat_family(
