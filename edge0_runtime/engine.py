@@ -34,7 +34,6 @@ from edge0_runtime.plan import prefill_chunk
 from edge0_runtime.request import Token
 from edge0_runtime.sampling import make_sampler
 from edge0_runtime.sequence import Sequence
-from edge0_runtime.step import Step
 from edge0_runtime.text import end_ids
 
 __all__ = ["Engine", "Token"]
@@ -247,10 +246,9 @@ class Engine:
 
     def _end(self) -> None:
         """Give the request's memory back, also after an error; nothing is read for it any more."""
+        if self.sequence is not None:
+            self.sequence.close()
         self.sequence = None
-        self.model.running.step = Step()
-        if self.model.memory is not None:
-            self.model.memory.abandon()
         mx.clear_cache()
 
     def stats(self) -> dict[str, Any]:

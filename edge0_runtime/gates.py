@@ -8,32 +8,22 @@ what the arm says is what is routed. T tokens, D hidden size, E experts, K exper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.routing import Routing, block_choice, route, scores, within_mass
-from edge0_runtime.step import Running, Step
-
-if TYPE_CHECKING:
-
-    class Router(Protocol):
-        """Says what routes a layer; an arm is one."""
-
-        def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
-            """See `arms.Arm.route`."""
+from edge0_runtime.step import Running
 
 
 class Gate(nn.Module, ABC):
     """Drop-in for a block's `mlp.gate`.
 
     Attributes:
-        layer: whose. router: the arm.
+        layer: whose.
     """
-
-    router: Router
 
     def __init__(self, inner: nn.Module, layer: int, tier: Tier, running: Running) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,7 +34,8 @@ class Gate(nn.Module, ABC):
     def __call__(self, x: mx.array) -> Any:
         """What the block takes from its gate, for x [..., T, D]."""
         step = self._running.step
-        routing = step.routings[self.layer] = self.router.route(step, self, x)
+        assert step.route is not None  # a step that runs has its arm
+        routing = step.routings[self.layer] = step.route(step, self, x)
         return self._for_block(routing, x)
 
     @abstractmethod
@@ -69,7 +60,7 @@ class LogitGate(Gate):
     def own(self, x: mx.array) -> Routing:
         """The linear layer's logits [..., T, E]; the block chooses by them."""
         logits = self.inner(x)
-        if not _one_token(x):
+        if not one_token(x):
             return Routing(logits)
         return Routing(logits, scores=lambda: scores(self._tier.router, logits.reshape(-1)))
 
@@ -87,7 +78,7 @@ class LogitGate(Gate):
         logits = routing.logits_TE
         assert logits is not None
         if logits.ndim != x.ndim:  # not this gate's own for this very input
-            logits = logits.reshape(*x.shape[:-1], -1).astype(x.dtype)
+            logits = logits.reshape(*x.shape[:-1], self._tier.num_experts).astype(x.dtype)
         return within_mass(self._tier.router, logits)
 
 
@@ -97,7 +88,7 @@ class ChoiceGate(Gate):
     def own(self, x: mx.array) -> Routing:
         """mlx-lm's gate as it is; its scores are computed again, with its bias, only when somebody looks."""
         experts, weights = self.inner(x)
-        if not _one_token(x):
+        if not one_token(x):
             return Routing(experts_TK=experts, weights_TK=weights)
 
         def chosen_by() -> mx.array:
@@ -118,8 +109,8 @@ class ChoiceGate(Gate):
 
     def _for_block(self, routing: Routing, x: mx.array) -> tuple[mx.array, mx.array]:
         assert routing.experts_TK is not None and routing.weights_TK is not None
-        shape = x.shape[:-1]
-        return routing.experts_TK.reshape(*shape, -1), routing.weights_TK.reshape(*shape, -1)
+        shape = (*x.shape[:-1], self._tier.k)
+        return routing.experts_TK.reshape(shape), routing.weights_TK.reshape(shape)
 
 
 def wrap_gate(block: Any, layer: int, tier: Tier, running: Running) -> Gate:
@@ -134,5 +125,6 @@ def wrap_gate(block: Any, layer: int, tier: Tier, running: Running) -> Gate:
     return gate
 
 
-def _one_token(x: mx.array) -> bool:
+def one_token(x: mx.array) -> bool:
+    """Whether x [..., T, D] has T = 1."""
     return x.size == x.shape[-1]

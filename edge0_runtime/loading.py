@@ -143,9 +143,9 @@ def _load(
         context_length=context_length,
         lora_modules=lora_modules,
         fixed=Fixed(float32, base_bytes, adapter_bytes, io_threads),
+        arm=arm,
     )
     try:
-        model.set_arm(arm)
         if streams:
             model.resize(budget_bytes)
         if float32 and model.never_waits:  # memory isn't scarce

@@ -35,7 +35,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What loading has settled.
+    """What no request changes.
 
     Attributes:
         float32: the network computes in it. io_threads: threads that read experts.
@@ -71,18 +71,18 @@ class Model:
         context_length: int,
         lora_modules: int,
         fixed: Fixed,
+        arm: str,
     ) -> None:
-        """The arm is still to be set; experts that stream are still to be given memory (`resize`)."""
+        """Served by the arm of that name. Experts that stream are still to be given memory (`resize`)."""
         self.network, self.parts, self.running = network, parts, running
         self.store, self.identity = store, identity
         self.context_length, self.lora_modules = context_length, lora_modules
         self.fixed = fixed
         self.memory: ExpertMemory | None = None
         self.plan: Plan | None = None
-        self.arm = Arm(parts)
-        self.arm_name = ""
-        self._arms: dict[str, Arm] = {}  # made once: what one has learnt stays with it
         self.dropped = self.predicted_steps = 0
+        self._arms: dict[str, Arm] = {}  # made once: what one has learnt stays with it
+        self._serve_by(arm)
 
     @property
     def tier(self) -> Tier:
@@ -108,15 +108,16 @@ class Model:
     def set_arm(self, name: str) -> None:
         """Route and read in this way from the next sequence on. Raises Edge0Error where this model can't."""
         wanted = arm_class(name)
-        if self.arm_name and wanted.streams != self.arm.streams:
+        if wanted.streams != self.arm.streams:
             raise Edge0Error(f"arm: {self.arm_name} can't become {name}; load the model again")
         if wanted.needs_heads and self.heads is None:
             raise Edge0Error(f"arm: {name} needs the heads; load the model with them")
+        self._serve_by(name)
+
+    def _serve_by(self, name: str) -> None:
         if name not in self._arms:
-            self._arms[name] = wanted(self.parts)
+            self._arms[name] = arm_class(name)(self.parts)
         self.arm, self.arm_name = self._arms[name], name
-        for gate in self.parts.gates.values():
-            gate.router = self.arm
 
     def resize(self, budget_bytes: int | None) -> None:
         """Hold as many experts as fit into another budget; between requests only. Says the plan first."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from edge0_runtime.model import Model
@@ -42,7 +42,7 @@ class Snapshot:
 
     kv: tuple[Any, ...]
     index: int
-    trail: int
+    trail: int | None
     features: Any
     ran: Mapping[int, np.ndarray]
     nbytes: int
@@ -80,7 +80,8 @@ class Sequence:
         """
         tier = self._model.tier
         whole = len(token_ids) * tier.k >= WHOLE_LAYER_USES * tier.num_experts
-        step = Step(trail=hash((self._trail, *token_ids)), whole_layers=whole)
+        trail = 0 if self.last is None else self.last.trail
+        step = Step(trail=None if trail is None else hash((trail, *token_ids)), whole_layers=whole)
         logits = self._forward(step, mx.array(list(token_ids)))
         if last:
             return logits
@@ -89,6 +90,7 @@ class Sequence:
         self._evaluate_state()
         self._check_files()
         self._settle()
+        step.routings.clear()  # nobody looks at a chunk's
         mx.clear_cache()  # a chunk's arrays have odd sizes that the allocator would keep
         return None
 
@@ -111,25 +113,23 @@ class Sequence:
 
         Reads of the coming step's experts then begin, as far as the arm knows them.
         """
-        assert self.last is not None and self.coming is not None and self.coming.token is not None
-        logits = [] if self.last.logits_V is None else [self.last.logits_V]
-        foreseen = [] if self.coming.ahead is None else self.coming.ahead.arrays()
+        last, (coming, token) = self.last, self._foreseen()
+        assert last is not None  # what is foreseen comes after a pass
+        logits = [] if last.logits_V is None else [last.logits_V]
+        foreseen = [] if coming.ahead is None else coming.ahead.arrays()
         mx.eval(*arrays, *logits, *foreseen)
         self._check_files()
         self._settle()
-        self.coming.trail = hash((self.last.trail, int(self.coming.token)))
-        self.coming.memory = self._model.memory
-        self.coming.flushed = True
+        coming.trail = None if last.trail is None else hash((last.trail, int(token)))
+        coming.memory = self._model.memory
+        coming.flushed = True
         if self._model.memory is not None:
-            self._model.arm.hints(self.last, self.coming)
+            self._model.arm.hints(last, coming)
 
     def run(self) -> mx.array:
         """The coming step's pass: logits [vocabulary], not evaluated yet."""
-        step = self.coming
-        if step is None or step.token is None:
-            raise RuntimeError("a step that nobody foresaw; call foresee before run")
-        self.coming = None
-        logits = self._forward(step, step.token[None])
+        step, token = self._foreseen()
+        logits = self._forward(step, token[None])
         self._model.predicted_steps += bool(step.foreseen)
         return logits
 
@@ -159,18 +159,33 @@ class Sequence:
         ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in self.last.ran.items()}
         return Snapshot(kv, self.last.index, self.last.trail, self.last.features, ran, nbytes)
 
+    def close(self) -> None:
+        """Give its memory back, whatever became of it; nothing is read for it any more."""
+        for step in (self._model.running.step, self.last, self.coming):
+            if step is not None:
+                step.memory = step.route = (
+                    None  # an exception that somebody keeps may hold the step, and slots are large
+                )
+        self._model.running.step = Step()
+        self._kv, self.last, self.coming = [], None, None
+        if self._model.memory is not None:
+            self._model.memory.abandon()
+
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def _trail(self) -> int:
-        return 0 if self.last is None else self.last.trail
+    def _foreseen(self) -> tuple[Step, mx.array]:
+        """The coming step and its token."""
+        if self.coming is None or self.coming.token is None:
+            raise RuntimeError("a step that nobody foresaw; call foresee first")
+        return self.coming, self.coming.token
 
     def _forward(self, step: Step, tokens_T: mx.array) -> mx.array:
         model, last = self._model, self.last
         if last is not None and last.logits_V is not None and not model.never_waits:
             mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
         self._settle()
-        step.memory, step.waits = model.memory, not model.never_waits
+        self.coming = None  # what was foreseen is for the step after the last one
+        step.route, step.memory, step.waits = model.arm.route, model.memory, not model.never_waits
         if step.whole_layers and model.memory is not None:
             model.memory.want_layer(model.memory.layers[0])
         model.running.step = step
@@ -208,6 +223,5 @@ def _copied(state: Any) -> Any:
 
 
 def _arrays(tree: Any) -> list[mx.array]:
-    found: list[mx.array] = []
-    tree_map(lambda value: found.append(value) if isinstance(value, mx.array) else None, tree)
-    return found
+    leaves: list[tuple[str, Any]] = tree_flatten(tree)  # type: ignore[assignment]
+    return [value for _, value in leaves if isinstance(value, mx.array)]

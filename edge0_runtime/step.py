@@ -13,7 +13,7 @@ Shapes: T tokens of the pass (1 when decoding), L layers, K experts per token, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,9 @@ class Step:
     Attributes:
         index: of the decode step, from 0; PROMPT for a chunk of the prompt.
         token: the id that a decode step processes, scalar; None for a chunk of the prompt.
-        trail: fingerprint of all ids of the sequence up to and with this pass's; known from the flush on.
+        trail: fingerprint of all ids of the sequence, as they were cut into passes, up to and with this pass's; None where it
+            isn't known: before the flush, and behind a step that was run without one.
+        route: (step, gate, x) -> what routes the gate's layer: the arm's.
         memory: the experts that the pass computes from and has read ahead; None where all are resident.
         waits: an expert may have to be waited for, so that knowing it earlier is worth something.
         whole_layers: `experts.streaming.Pass`; so are staged, guessed, expected, chosen and ran.
@@ -49,7 +51,8 @@ class Step:
 
     index: int = PROMPT
     token: mx.array | None = None
-    trail: int = 0
+    trail: int | None = None
+    route: Callable[[Step, Any, mx.array], Routing] | None = None
     memory: ExpertMemory | None = None
     waits: bool = False
     whole_layers: bool = False

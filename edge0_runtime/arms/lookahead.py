@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from edge0_runtime.arms import Arm
-from edge0_runtime.gates import Gate
+from edge0_runtime.gates import Gate, one_token
 from edge0_runtime.routing import Routing
 from edge0_runtime.step import Step
 
@@ -19,8 +19,7 @@ class Lookahead(Arm):
     def route(self, step: Step, gate: Gate, x: mx.array) -> Routing:
         """The gate's own routing; for one token, also what the next layer's gate makes of x, into `expected`."""
         own, above = gate.own(x), gate.layer + 1
-        one_token = x.size == x.shape[-1]
-        if step.waits and one_token and above in self.parts.gates and above not in step.foreseen:
+        if step.waits and one_token(x) and above in self.parts.gates and above not in step.foreseen:
             next_gate = self.parts.gates[above]
             step.expected[above] = next_gate.choice(next_gate.own(x))
         return own

@@ -24,6 +24,8 @@ class Oracle(Arm):
 
     def hints(self, last: Step, coming: Step) -> None:
         """Remember the experts of the step just evaluated; stage the coming one's if its trail was seen before."""
+        if last.trail is None or coming.trail is None:  # a step was run without a flush
+            return
         self._seen[last.trail] = last.executed().astype(np.int16)
         if len(self._seen) > MOST_STEPS:
             del self._seen[next(iter(self._seen))]

@@ -51,7 +51,7 @@ class Prerouter(Lookahead):
         assert parts.heads is not None
         self._heads, self._tier = parts.heads, parts.tier
         self._owners = frozenset(self._heads.owners)
-        self.guessed = tuple(owner + 1 for owner in self._heads.owners if owner + 1 not in self._tier.consumers)
+        self.guessed = tuple(owner + 1 for owner in self._heads.owners[len(self._tier.consumers) :])
 
     def foresee(self, last: Step, coming: Step) -> None:
         """Run all heads on the last pass's features, if it left any: the consumers' routings, lazily."""

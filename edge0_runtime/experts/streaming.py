@@ -29,7 +29,7 @@ from edge0_runtime.experts.pool import SlotPool
 
 
 class Pass(Protocol):
-    """The running forward pass, as far as a layer's experts take part in it.
+    """The running forward pass, as far as a layer's experts take part in it; `step.Step` is one.
 
     Attributes:
         whole_layers: it uses nearly every expert of every layer (a long chunk of a prompt), so each layer's are read while
@@ -53,7 +53,7 @@ class Pass(Protocol):
 
 
 class Running(Protocol):
-    """Which pass is running: mlx-lm's call of a block can't carry it, so all wrappers share this one reference."""
+    """Which pass is running; `step.Running` is one."""
 
     @property
     def step(self) -> Pass:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from edge0_runtime.arms import ARMS
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.sequence import Sequence, Snapshot
 from tests.runtime.test_prerouter import RULES
@@ -115,3 +119,49 @@ def test_a_snapshot_is_evaluated(tiny_dir: Path, prompts: list[list[int]]) -> No
         snapshot = sequence.snapshot()
         mx.eval(list(snapshot.kv), list(snapshot.features))
         assert mx.get_active_memory() - before <= snapshot.nbytes + 2**16
+
+
+def test_what_was_foreseen_before_another_pass_is_not_run(tiny_dir: Path, prompts: list[list[int]]) -> None:
+    with Engine.load(tiny_dir) as engine:
+        sequence = after_prompt(engine, prompts[2], 3)
+        expected = decode(sequence, [5, 9])
+        sequence = after_prompt(engine, prompts[2], 3)
+        sequence.decode(5)
+        sequence.foresee(mx.array(9))
+        snapshot = sequence.snapshot()
+        sequence.prefill([7, 8], last=True)  # a second turn
+        assert sequence.coming is None
+        assert decode(Sequence(engine.model, snapshot), [9]) == expected[1:]
+
+
+def test_a_request_gives_all_its_memory_back(
+    tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]]
+) -> None:
+    """Nothing stays in MLX's cache, and a closed engine that is forgotten leaves no cycle to be collected."""
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    engine = Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 9))
+    gc.disable()
+    try:
+        list(engine.generate(prompts[3], max_tokens=5, ignore_eos=True))
+        assert mx.get_cache_memory() < 2**15
+        engine.close()
+        del engine
+        assert mx.get_active_memory() - before < 2**12
+    finally:
+        gc.enable()
+
+
+def test_an_exception_that_somebody_keeps_holds_no_slots(
+    tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, 20)) as engine:
+        slots = weakref.ref(engine.model.memory)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", lambda *_: 0)
+            with pytest.raises(Edge0Error) as kept:
+                list(engine.generate(prompts[3], max_tokens=5, ignore_eos=True))
+        engine.set_memory_budget(budget(tiny_dir, 9))
+        assert kept.value is not None
+        assert slots() is None
