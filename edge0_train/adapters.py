@@ -44,7 +44,7 @@ def input_path(config: Config, kind: Kind) -> str:
 
     An empty string means none. Raises Edge0Error when `auto` finds nothing.
     """
-    value = getattr(config.inputs, kind)
+    value: str = getattr(config.inputs, kind)
     if value != "auto":
         return value
     before = config.chain[: config.chain.index(config.phase)] if config.phase in config.chain else config.chain
@@ -165,6 +165,7 @@ def hash_files(paths: Sequence[Path]) -> str:
 
 
 def tool_version() -> str:
+    """The installed edge0's version, for provenance; 0+unknown in a checkout that is not installed."""
     try:
         return version("edge0")
     except PackageNotFoundError:

@@ -36,6 +36,7 @@ class Best:
 
     @classmethod
     def of(cls, evaluations: Iterable[tuple[int, float]]) -> Best:
+        """What a run's evaluations (step, value), in the order of steps, lead to."""
         best = cls()
         for step, value in evaluations:
             best = best.after(step, value)
@@ -57,12 +58,13 @@ class EarlyStop:
         patience: int,
         trainable: Mapping[str, nn.Parameter],
         rows: Iterable[Mapping[str, Any]] = (),
-    ):
+    ) -> None:
         self.directory, self.metric, self.patience, self.trainable = directory, metric, patience, trainable
         self.best = Best.of((row["step"], row[metric]) for row in rows if metric in row)
 
     @property
     def exhausted(self) -> bool:
+        """Whether `patience` evaluations in a row were no better: training is to end."""
         return self.best.since >= self.patience
 
     def see(self, step: int, value: float) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra import compose
@@ -22,6 +22,10 @@ from omegaconf import DictConfig, open_dict
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import PHASES, Config, check_choices, config_directory, read_config, user_tiers
+
+if TYPE_CHECKING:  # they import torch
+    from edge0_train.phases import Phase
+    from edge0_train.run import Run
 
 EXAMPLES = """\
   python -m edge0_train phase=all tier=nano
@@ -61,7 +65,7 @@ def help_page() -> str:
     """What `--help` prints."""
     width = max(map(len, (*PHASES, *SUBCOMMANDS)))
     phases = {"all": "the whole chain", **{name: facts.sentence for name, facts in PHASES.items()}}
-    commands = {name: (command.__doc__ or "").splitlines()[0] for name, command in SUBCOMMANDS.items()}
+    commands = {name: _summary(command) for name, command in SUBCOMMANDS.items()}
     return "\n".join(
         [
             "usage: python -m edge0_train [--config-dir DIR] phase=PHASE tier=TIER [setting=value ...]",
@@ -80,21 +84,26 @@ def help_page() -> str:
     )
 
 
+def _summary(command: Callable[[Sequence[str]], None]) -> str:
+    """A subcommand's help: its docstring's first line, without the full stop."""
+    return (command.__doc__ or "").splitlines()[0].removesuffix(".")
+
+
 def inspect(arguments: Sequence[str]) -> None:
-    """a tier for a model of your own, from its config.json"""
+    """a tier for a model of your own, from its config.json."""
     from edge0_train.propose import inspect_command
 
     inspect_command(arguments)
 
 
 def settings(arguments: Sequence[str]) -> None:
-    """all settings with their defaults, as configs/train.yaml or (--markdown) as a page"""
+    """all settings with their defaults, as configs/train.yaml or (--markdown) as a page."""
     from edge0_train.config.pages import settings_markdown, settings_yaml
 
     pages: dict[tuple[str, ...], Callable[[], str]] = {
         (): settings_yaml,
         ("--markdown",): settings_markdown,
-        ("--help",): lambda: f"usage: python -m edge0_train settings [--markdown]\n\n{settings.__doc__}\n",
+        ("--help",): lambda: f"usage: python -m edge0_train settings [--markdown]\n\n{_summary(settings)}\n",
     }
     if tuple(arguments) not in pages:
         raise Edge0Error(f"settings: {' '.join(arguments)!r} is unknown; it takes --markdown, or nothing")
@@ -130,19 +139,14 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
 
 def run_phase(composed: DictConfig | Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it was interrupted or is done already."""
-    if isinstance(composed, DictConfig):
-        with open_dict(composed):
-            composed.pop("hydra", None)
-    config = composed if isinstance(composed, Config) else read_config(composed)
+    config = composed if isinstance(composed, Config) else _read(composed)
 
     from accelerate import PartialState
 
-    from edge0_train.build import input_identity
-    from edge0_train.loop import Interrupted
     from edge0_train.phases import phase_function
     from edge0_train.run import Run, open_run, start_wandb
 
-    facts, phase = PHASES[config.phase], phase_function(config.phase)
+    phase = phase_function(config.phase)
     set_up_torch(config.threads, config.base.device)
     _quiet_transformers(config.base.device)
     if config.dry_run:
@@ -156,24 +160,44 @@ def run_phase(composed: DictConfig | Config) -> dict[str, Any] | None:
         print(f"{config.phase}: done already in {run.directory}")
         return None
     print(f"{config.phase}:", flush=True)
-    if facts.trains:
+    if PHASES[config.phase].trains:
         start_wandb(run)
-    summary = None
+    summary = _do_phase(phase, config, run, is_main=state.is_main_process)
+    state.wait_for_everyone()
+    return summary
+
+
+def _read(composed: DictConfig) -> Config:
+    """The settings, from what Hydra's own entry composed: its node is no setting."""
+    with open_dict(composed):
+        composed.pop("hydra", None)
+    return read_config(composed)
+
+
+def _do_phase(phase: Phase, config: Config, run: Run, is_main: bool) -> dict[str, Any] | None:
+    """The phase in its open run: inputs recorded, done, finished. None on a rank that a phase done alone leaves out.
+
+    An Edge0Error leaves no directory behind in which nothing was kept; a signal ends the process with code 0.
+    """
+    from edge0_train.build import input_identity
+    from edge0_train.loop import Interrupted
+
+    facts = PHASES[config.phase]
     try:
         if facts.records_inputs:
             run.record_inputs(input_identity(config))
-        if not facts.alone or state.is_main_process:
-            summary = run.finish(phase(config, run))
-            print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
+        if facts.alone and not is_main:
+            return None
+        summary = run.finish(phase(config, run))
+        print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
+        return summary
     except Edge0Error:
-        if state.is_main_process:
+        if is_main:
             run.discard_if_unused()
         raise
     except Interrupted as stop:
         print(stop)
         sys.exit(0)
-    state.wait_for_everyone()
-    return summary
 
 
 def set_up_torch(threads: int, device: str) -> None:

@@ -33,10 +33,14 @@ class MicroBatch(Protocol):
     """What the loop knows of a micro-batch: how many tokens its loss is summed over, and how many it processes."""
 
     @property
-    def valid(self) -> int: ...
+    def valid(self) -> int:
+        """Tokens, or other units, that the loss is summed over: what the step's sum is divided by."""
+        ...
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Inputs that a forward pass runs over, padding left out: what throughput counts."""
+        ...
 
 
 Backward = Callable[[torch.Tensor], None]
@@ -79,12 +83,7 @@ def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
     tensor without gradient), Interrupted after a signal.
     """
     state = PartialState()
-    rates = {name: objective.rates.get(name, 1.0) for name in objective.trainable}
-    groups = [
-        {"params": [p for name, p in objective.trainable.items() if rates[name] == rate], "rate": rate}
-        for rate in sorted(set(rates.values()), reverse=True)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, weight_decay=optim.weight_decay)
+    optimizer = _optimizer(objective, optim)
     start, tokens_before, last = _resume(run, objective, optimizer)
     early = None
     if objective.watch and optim.patience:
@@ -95,17 +94,13 @@ def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
         for step in bar:
             if early and early.exhausted:  # resumed after the stop, before the export
                 break
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(optim, step) * group["rate"]
             metrics = _step(objective, optim, optimizer, step, state)
             tokens_done += metrics.pop("tokens")
             done = step + 1
             rate = tokens_done / (time.perf_counter() - began)
             bar.set_postfix(loss=f"{metrics['loss']:.4f}", tokens_s=f"{rate:.0f}", refresh=False)
             if done % run.config.logger.every == 0 or done == optim.steps:
-                if objective.evaluate:
-                    metrics |= objective.evaluate(done)
-                last = {**metrics, "lr": learning_rate(optim, step), "tokens_per_second": round(rate, 1)}
+                last = _metric_row(objective, optim, step, metrics, rate)
                 if early:
                     early.see(done, last[objective.watch])
                 if state.is_main_process:
@@ -114,21 +109,11 @@ def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
             # On all ranks or on none; and asked once: a signal between saving and leaving would leave without saving.
             stopping = any(gather_object([stopped()]))
             if done % run.config.logger.checkpoint_every == 0 or finished or stopping:
-                if state.is_main_process:
-                    save_checkpoint(run.checkpoints, done, tokens_before + tokens_done, objective.trainable, optimizer)
-                    if early:
-                        early.forget_others()
-                state.wait_for_everyone()
+                _save(run, objective, optimizer, early, done, tokens_before + tokens_done, state)
             if stopping and not finished:
                 raise Interrupted(f"stopped by a signal after step {done}; continue with resume=true")
     if early:
-        early.restore()
-        last = {**last, objective.watch: early.best.value, "best_step": early.best.step}
-        print(
-            f"kept: the values of step {early.best.step} of {done}, which had the best {objective.watch}"
-            f" ({early.best.value:.4f})",
-            flush=True,
-        )
+        last = {**last, **_keep_best(early, done)}
     return {"steps": done, "tokens": tokens_before + tokens_done, **last}
 
 
@@ -142,9 +127,22 @@ def learning_rate(optim: Optim, step: int) -> float:
     return optim.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
+def _optimizer(objective: Objective, optim: Optim) -> torch.optim.Optimizer:
+    """AdamW with a parameter group for each multiple of the learning rate, the largest first; `_step` sets the rates."""
+    rates = {name: objective.rates.get(name, 1.0) for name in objective.trainable}
+    groups = [
+        {"params": [p for name, p in objective.trainable.items() if rates[name] == rate], "rate": rate}
+        for rate in sorted(set(rates.values()), reverse=True)
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, weight_decay=optim.weight_decay)
+
+
 def _step(
     objective: Objective, optim: Optim, optimizer: torch.optim.Optimizer, step: int, state: PartialState
 ) -> dict[str, Any]:
+    """One optimizer step at its learning rate: its losses over the window's valid count, its gradient norm, its tokens."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(optim, step) * group["rate"]
     window = objective.window(step)
     valid = sum(micro.valid for micro in window)
     if valid == 0:
@@ -171,6 +169,43 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {**sums, "gradient_norm": norm, "valid_tokens": valid, "tokens": sum(micro.tokens for micro in window)}
+
+
+def _metric_row(
+    objective: Objective, optim: Optim, step: int, metrics: dict[str, Any], tokens_per_second: float
+) -> dict[str, Any]:
+    """What metrics.jsonl says after a step: `metrics` of the step itself, and an evaluation if the objective has one."""
+    if objective.evaluate:
+        metrics = metrics | objective.evaluate(step + 1)
+    return {**metrics, "lr": learning_rate(optim, step), "tokens_per_second": round(tokens_per_second, 1)}
+
+
+def _save(
+    run: Run,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    early: EarlyStop | None,
+    done: int,
+    tokens: int,
+    state: PartialState,
+) -> None:
+    """A checkpoint after `done` steps, by rank 0 while the others wait; then evaluations before the best one may go."""
+    if state.is_main_process:
+        save_checkpoint(run.checkpoints, done, tokens, objective.trainable, optimizer)
+        if early:
+            early.forget_others()
+    state.wait_for_everyone()
+
+
+def _keep_best(early: EarlyStop, done: int) -> dict[str, Any]:
+    """Put the best evaluation's values into the trainables; its metric and step, for the summary of `done` steps."""
+    early.restore()
+    best = early.best
+    print(
+        f"kept: the values of step {best.step} of {done}, which had the best {early.metric} ({best.value:.4f})",
+        flush=True,
+    )
+    return {early.metric: best.value, "best_step": best.step}
 
 
 def _check_gradients(objective: Objective) -> None:

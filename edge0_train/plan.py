@@ -49,6 +49,7 @@ class Rows:
 
     @classmethod
     def of(cls, train: Sequence[TextRow], held_out: int, dropped: Mapping[str, int]) -> Rows:
+        """Of train rows that are there; a row of n tokens has n - 1 inputs."""
         inputs = [row.length - 1 for row in train]
         labels = sum(len(row.completion_ids) for row in train) / len(train)
         return cls(len(train), held_out, sum(inputs) / len(train), labels, max(inputs), dropped)
@@ -65,6 +66,7 @@ class Rows:
 
     @classmethod
     def of_data(cls, data: TextData, dropped: Mapping[str, int]) -> Rows:
+        """Of what `read_data` returns."""
         return cls.of(data.train, len(data.held_out), dropped)
 
 
@@ -121,6 +123,7 @@ def describe_settings(config: Config) -> str:
 
 
 def describe_rows(rows: Rows) -> str:
+    """How many rows train and are held out, and why others were dropped; or that none is written yet."""
     if rows.assumed:
         return f"no text yet: {rows.train:,} train rows of text.max_length assumed"
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items()) or "none"

@@ -51,10 +51,12 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
+        """Where the loop keeps resumable states and the best values; it need not exist."""
         return self.directory / "checkpoints"
 
     @property
     def is_done(self) -> bool:
+        """Whether the run has its done.json."""
         return read_summary(self.directory) is not None
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -240,6 +242,7 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, data: Any) -> None:
+    """Atomically, indented by 2, ASCII only."""
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
@@ -249,6 +252,7 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Atomically, as UTF-8: a reader sees the old file or the whole new one."""
     with atomic_replace(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
 

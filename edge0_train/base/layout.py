@@ -53,6 +53,7 @@ class Target:
 
     @property
     def module(self) -> str:
+        """The MLX module path, which `Links` and config.json's quantization block go by."""
         return self.name.removesuffix(".weight")
 
     def stored(self) -> dict[str, Kind]:
@@ -138,6 +139,7 @@ def quantization_block(targets: Sequence[Target]) -> dict[str, Any]:
 
 
 def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a dense tensor."""
     return math.prod(shape) * dtype.itemsize
 
 

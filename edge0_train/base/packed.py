@@ -28,7 +28,7 @@ class PackedModule(nn.Module):
         dtype, device: of the values that it computes with.
     """
 
-    def __init__(self, codes: Mapping[str, Codes], dtype: torch.dtype, device: torch.device):
+    def __init__(self, codes: Mapping[str, Codes], dtype: torch.dtype, device: torch.device) -> None:
         nn.Module.__init__(self)
         self.dtype, self.device = dtype, device
         self._kinds = {name: (one.bits, one.group_size) for name, one in codes.items()}
@@ -37,35 +37,39 @@ class PackedModule(nn.Module):
                 self.register_buffer(f"{name}_{part}", getattr(one, part), persistent=False)
 
     def codes(self, name: str) -> Codes:
+        """The codes under `name`, as they lie in memory: nothing is copied."""
         words, scales, biases = (self._buffers[f"{name}_{part}"] for part in ("words", "scales", "biases"))
         assert words is not None and scales is not None and biases is not None
         return Codes(words, scales, biases, *self._kinds[name])
 
     def all_codes(self) -> list[Codes]:
+        """Those of every name, to count them or to ask where they lie."""
         return [self.codes(name) for name in self._kinds]
 
 
 class PackedMatrix(PackedModule):
     """A packed module over one matrix. Reading `weight` dequantises."""
 
-    def __init__(self, codes: Codes, dtype: torch.dtype, device: torch.device):
+    def __init__(self, codes: Codes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__({"weight": codes}, dtype, device)
 
     @property
     def weight(self) -> torch.Tensor:
+        """[out, in], dequantised anew on every read, in the module's dtype and on its device."""
         return self.codes("weight").dense(self.dtype, self.device)
 
 
 class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]  # its weight is read-only
     """nn.Linear without a bias; PEFT puts a LoRA on it as on any other."""
 
-    def __init__(self, codes: Codes, dtype: torch.dtype, device: torch.device):
+    def __init__(self, codes: Codes, dtype: torch.dtype, device: torch.device) -> None:
         PackedMatrix.__init__(self, codes, dtype, device)
         self.out_features, self.in_features = codes.shape
         self.register_parameter("bias", None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _Product.apply(input, self)
+        """X [..., in] -> x W^T [..., out]."""
+        return _product(input, self)
 
 
 class _Product(torch.autograd.Function):
@@ -78,19 +82,26 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] @ ctx.module.weight, None
+        gradient: torch.Tensor = gradients[0] @ ctx.module.weight
+        return gradient, None
+
+
+_product: Callable[[torch.Tensor, PackedLinear], torch.Tensor] = _Product.apply
 
 
 class PackedEmbedding(PackedMatrix, nn.Embedding):  # type: ignore[override]  # its weight is read-only
     """nn.Embedding that dequantises the rows it looks up."""
 
-    def __init__(self, codes: Codes, padding_idx: int | None, dtype: torch.dtype, device: torch.device):
+    def __init__(self, codes: Codes, padding_idx: int | None, dtype: torch.dtype, device: torch.device) -> None:
         PackedMatrix.__init__(self, codes, dtype, device)
         self.num_embeddings, self.embedding_dim = codes.shape
         self.padding_idx = padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.codes("weight").pick(input.flatten()).dense(self.dtype, self.device).unflatten(0, input.shape)
+        """Token ids [...] -> their rows [..., H]."""
+        rows_NH = self.codes("weight").pick(input.flatten()).dense(self.dtype, self.device)
+        rows: torch.Tensor = rows_NH.unflatten(0, input.shape)
+        return rows
 
 
 class PackedExperts(PackedModule):
@@ -98,7 +109,7 @@ class PackedExperts(PackedModule):
 
     def __init__(
         self, inner: nn.Module, parts: Mapping[str, tuple[Codes, ...]], dtype: torch.dtype, device: torch.device
-    ):
+    ) -> None:
         """`parts`: {parameter of `inner` [E, out, in]: the stacks that its rows are made of, in order}."""
         super().__init__(
             {f"{name}_{i}": one for name, stacks in parts.items() for i, one in enumerate(stacks)}, dtype, device
@@ -109,6 +120,10 @@ class PackedExperts(PackedModule):
         self.inner = inner
 
     def forward(self, hidden_NH: torch.Tensor, index_NK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Mix N tokens' K chosen experts: [N, H]; `index_NK` names the experts, `weight_NK` weighs them.
+
+        With gradients the weights are made again in backward, for the U experts that the batch has hit.
+        """
         hit_U, local_NK = torch.unique(index_NK, return_inverse=True)
 
         def run(hidden_NH: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -119,14 +134,16 @@ class PackedExperts(PackedModule):
                     picked = (self.codes(f"{name}_{i}").pick(hit_U) for i in range(count))
                     stacks = [codes.dense(self.dtype, self.device) for codes in picked]
                     setattr(inner, name, stacks[0] if count == 1 else torch.cat(stacks, dim=-2))
-                return inner(hidden_NH, local_NK, weight_NK)
+                mixed_NH: torch.Tensor = inner(hidden_NH, local_NK, weight_NK)
+                return mixed_NH
             finally:  # dequantising too may run out of memory midway
                 for name in self._parts:
                     vars(inner).pop(name, None)
 
         if not torch.is_grad_enabled():
             return run(hidden_NH, weight_NK)
-        return checkpoint(run, hidden_NH, weight_NK, use_reentrant=False, preserve_rng_state=False)
+        mixed_NH: torch.Tensor = checkpoint(run, hidden_NH, weight_NK, use_reentrant=False, preserve_rng_state=False)
+        return mixed_NH
 
 
 def packable(model: PreTrainedModel, links: Mapping[str, Link], quantised: Collection[str]) -> frozenset[str]:

@@ -36,6 +36,7 @@ class Group:
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
     def nbytes(self) -> int:
+        """Tensor bytes of the group, without the file's header."""
         return sum(nbytes(*kind) for kind in self.kinds.values())
 
 
@@ -94,6 +95,7 @@ def _write_shard(path: Path, groups: Sequence[Group]) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """As transformers and mlx-lm write config.json: UTF-8, indented by 4, with a last newline."""
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
 
 

@@ -269,6 +269,15 @@ def _stored_as(checkpoint: Checkpoint, name: str) -> Quantisation | None:
     if len(parts) == 1:
         raise Edge0Error(f"{module}: has {parts[0]} but not the other of .scales and .biases")
     scales, biases = (_entry(checkpoint, part) for part in parts)
+    _check_packed(module, weight, scales, biases)
+    if config_says is None:
+        raise Edge0Error(f"{module}: has .scales, but config.json says that it is not quantised")
+    _check_bits(module, weight, scales, config_says)
+    return config_says
+
+
+def _check_packed(module: str, weight: TensorEntry, scales: TensorEntry, biases: TensorEntry) -> None:
+    """Raise Edge0Error unless the three tensors have the dtypes and shapes of one quantised module."""
     if weight.dtype != "U32" or scales.dtype not in FLOATS or biases.dtype != scales.dtype:
         raise Edge0Error(
             f"{module}: weight, scales, biases are {weight.dtype}, {scales.dtype}, {biases.dtype}; "
@@ -276,8 +285,10 @@ def _stored_as(checkpoint: Checkpoint, name: str) -> Quantisation | None:
         )
     if scales.shape != biases.shape:
         raise Edge0Error(f"{module}: scales {list(scales.shape)} and biases {list(biases.shape)} differ")
-    if config_says is None:
-        raise Edge0Error(f"{module}: has .scales, but config.json says that it is not quantised")
+
+
+def _check_bits(module: str, weight: TensorEntry, scales: TensorEntry, config_says: Quantisation) -> None:
+    """Raise Edge0Error unless the shapes hold codes of as many bits as config.json says."""
     try:
         bits = infer_bits(weight.shape, scales.shape, config_says.group_size)
     except Edge0Error as problem:
@@ -287,7 +298,6 @@ def _stored_as(checkpoint: Checkpoint, name: str) -> Quantisation | None:
             f"{module}: its shapes hold {bits}-bit codes, config.json says {config_says.bits} bits"
             f" (group_size {config_says.group_size})"
         )
-    return config_says
 
 
 def _config_quantisation(config: Mapping[str, Any], module: str) -> tuple[Quantisation | None, bool]:

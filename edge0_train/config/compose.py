@@ -95,7 +95,7 @@ def read_config(composed: Any) -> Config:
     except OmegaConfBaseException as error:
         raise Edge0Error(f"configuration: {str(error).splitlines()[0]}") from error
     assert isinstance(data, dict)
-    config = _build(Config, {key: value for key, value in data.items() if key != "hydra"}, "")
+    config: Config = _build(Config, {key: value for key, value in data.items() if key != "hydra"}, "")
     check(config)
     return config
 

@@ -142,12 +142,15 @@ class TierSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
+        """What Hydra's search path writes before a directory of this kind."""
         return "edge0"
 
     def available(self) -> bool:
+        """Always: a source needs nothing but files."""
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
+        """The node of `<group>/<name>`; a tier's lands in `tier`, the others at the top. Raises ConfigLoadError."""
         node = self._node(config_path.removesuffix(".yaml"))
         if node is None:
             raise ConfigLoadError(f"{config_path}: not in {self.path}")
@@ -155,12 +158,15 @@ class TierSource(ConfigSource):
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", copy.deepcopy(node), {"package": package})
 
     def is_group(self, config_path: str) -> bool:
+        """The root and the three groups are there even where a directory has no file for them."""
         return config_path.rstrip("/") in ("", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
+        """Whether this directory can make the node."""
         return self._node(config_path.removesuffix(".yaml")) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Names below a group, as Hydra's completion and error messages show them."""
         group = config_path.rstrip("/")
         if results_filter == (ObjectType.CONFIG if group == "" else ObjectType.GROUP):
             return []
@@ -205,6 +211,7 @@ class TierSearchPath(SearchPathPlugin):
     """Lets Hydra look into tier files with `TierSource` first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Users' directories before the built-in one, all before Hydra's own."""
         for directory in reversed((config_directory(), *_user_directories.get())):
             search_path.prepend("edge0_train", f"{TierSource.scheme()}://{directory}")
 

@@ -20,7 +20,7 @@ class Chat:
         tokenizer: transformers tokenizer. end_ids: ids that end a reply. pad_id: id for padding (never attended to).
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path) -> None:
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -38,7 +38,9 @@ class Chat:
         return tuple(rendered["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        """What the ids say, without special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
 
     def shown(self, row: TextRow) -> dict[str, str]:
         """A row as text for samples.jsonl; special tokens stay visible, so that a wrong template shows."""

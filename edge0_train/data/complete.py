@@ -33,6 +33,7 @@ class PathWriter:
     native_k: int | None
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Completion]:
+        """By `generate`; one generator, seeded anew, draws for all prompts of a call."""
         generator = torch.Generator(device=self.path.model.device)
         generator.manual_seed(seed)
         sample = self.sample
@@ -76,6 +77,7 @@ class VllmWriter:
         return cls(engine, vllm, config.sample, end_ids)
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Completion]:
+        """By vLLM; prompt n of a call draws with seed + n."""
         sample = self.sample
         settings = [
             self.library.SamplingParams(

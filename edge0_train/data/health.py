@@ -41,6 +41,7 @@ class RowHealth:
         )
 
     def to_dict(self) -> dict[str, float]:
+        """{measure: value}, for data cards and metrics."""
         return asdict(self)
 
 

@@ -51,9 +51,11 @@ class Limit:
 
     @property
     def reason(self) -> str:
+        """Under what a refused prompt is counted in `Prompts.dropped`."""
         return f"prompt not below text.max_length={self.tokens}"
 
     def refuses(self, prompt: Prompt) -> bool:
+        """Whether a prompt leaves no room below `tokens`."""
         return self.length(prompt) >= self.tokens
 
 

@@ -34,6 +34,7 @@ class TextRow:
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and completion together."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
 

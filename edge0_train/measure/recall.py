@@ -60,11 +60,13 @@ class RecallReport:
 
     @property
     def baselines(self) -> dict[str, float]:
+        """{baseline: its recall@K, mean over layers}."""
         return {name: self.mean(name) for name in BASELINES}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with four digits."""
-        return _rounded(asdict(self))
+        data: dict[str, Any] = _rounded(asdict(self))
+        return data
 
 
 @torch.no_grad()

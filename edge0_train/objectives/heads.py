@@ -26,14 +26,17 @@ class HeadBatch:
 
     @classmethod
     def of(cls, path: StudentPath, batch: Batch) -> HeadBatch:
+        """`batch` under the timeline that the path's tier serves with."""
         return cls(batch, path.timeline(batch.decoded_BT, batch.start_BT)[0], len(path.tier.owners))
 
     @property
     def valid(self) -> int:
+        """Pairs that the loss is summed over."""
         return int(self.predicted_BT.sum()) * self.heads
 
     @property
     def tokens(self) -> int:
+        """Inputs of the batch without padding, each counted once for all heads."""
         return self.batch.tokens
 
 

@@ -28,10 +28,12 @@ class ScoredBatch:
 
     @property
     def valid(self) -> int:
+        """Completion tokens: each has a score, and a term of the loss."""
         return self.batch.valid
 
     @property
     def tokens(self) -> int:
+        """Inputs of the batch without padding."""
         return self.batch.tokens
 
 

@@ -56,7 +56,8 @@ def student_pass(path: StudentPath, batch: Batch) -> RoutingPass:
 def hidden_at_labels(path: StudentPath, batch: Batch, routing: RoutingPass) -> torch.Tensor:
     """Final hidden states [N, H] at the completions' labels."""
     output = path.hidden(batch.input_ids_BT, routing, use_cache=False)
-    return output.last_hidden_state[batch.labels_BT != IGNORE]
+    hidden_NH: torch.Tensor = output.last_hidden_state[batch.labels_BT != IGNORE]
+    return hidden_NH
 
 
 def labels_of(batch: Batch) -> torch.Tensor:

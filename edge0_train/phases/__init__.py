@@ -15,4 +15,5 @@ Phase = Callable[[Config, Run], dict[str, Any]]
 def phase_function(name: str) -> Phase:
     """The function that does a phase, imported when it is asked for."""
     assert name in PHASES, name
-    return getattr(importlib.import_module(f"edge0_train.phases.{name}"), name)
+    function: Phase = getattr(importlib.import_module(f"edge0_train.phases.{name}"), name)
+    return function

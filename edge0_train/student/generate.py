@@ -6,7 +6,7 @@ layers' own gates, and decode step s is the same step for every row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,7 @@ def generate(
     pad_id: int,
     native_k: int | None = None,
     generator: torch.Generator | None = None,
-    observe=None,
+    observe: Callable[[StepRecord], None] | None = None,
 ) -> list[Completion]:
     """Complete every prompt.
 

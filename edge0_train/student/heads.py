@@ -56,14 +56,16 @@ class Head(nn.Module):
 class MlpHead(Head):
     """logits = fc2(gelu(fc1(x))) + linear_init(x), no biases."""
 
-    def __init__(self, inputs: int, width: int, experts: int):
+    def __init__(self, inputs: int, width: int, experts: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(inputs, width, bias=False)
         self.fc2 = nn.Linear(width, experts, bias=False)
         self.linear_init = nn.Linear(inputs, experts, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="none")) + self.linear_init(x)
+        """X [..., F] -> logits [..., E]."""
+        logits: torch.Tensor = self.fc2(F.gelu(self.fc1(x), approximate="none")) + self.linear_init(x)
+        return logits
 
     def start_from(self, router_EH: torch.Tensor, hidden: slice) -> None:
         """fc2 starts at zero; fc1 keeps torch's random initialisation."""
@@ -79,7 +81,7 @@ HEADS: dict[str, Callable[[int, int, int], Head]] = {"mlp": MlpHead}
 class PrerouterHeads(nn.Module):
     """All heads of a tier, in float32. Parameter names are the artifact's keys (`layers.<owner>.<part>.weight`)."""
 
-    def __init__(self, tier: Tier):
+    def __init__(self, tier: Tier) -> None:
         super().__init__()
         self.tier = tier
         self.layers = nn.ModuleDict(
@@ -88,7 +90,8 @@ class PrerouterHeads(nn.Module):
 
     def forward(self, owner: int, features: torch.Tensor) -> torch.Tensor:
         """Logits [..., E] for layer `owner + 1`, from what its head sees [..., F] (`RoutingPass.features`)."""
-        return self.layers[str(owner)](features)
+        logits: torch.Tensor = self.layers[str(owner)](features)
+        return logits
 
     @torch.no_grad()
     def warm_start(self, router_weight: Callable[[int], torch.Tensor]) -> None:

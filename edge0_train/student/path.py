@@ -40,6 +40,10 @@ class PrerouterState:
 
 
 Pair = Callable[[int, torch.Tensor, torch.Tensor], None]
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+"""A router's logits [N, E], weights [N, K] and indices [N, K] that replace its own; None: they stay."""
+Hook = Callable[[Any, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Routed]
+"""A forward hook on a router: (module, arguments, output) -> what it is taken to have returned."""
 
 
 @dataclass
@@ -85,7 +89,7 @@ class StudentPath:
         heads: the prerouter heads; None allows native passes only.
     """
 
-    def __init__(self, model: nn.Module, tier: Tier, heads: PrerouterHeads | None = None):
+    def __init__(self, model: nn.Module, tier: Tier, heads: PrerouterHeads | None = None) -> None:
         self.model: Any = model
         self.tier, self.heads = tier, heads
         self._pass: RoutingPass | None = None
@@ -168,10 +172,10 @@ class StudentPath:
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
-    def _hook(self, layer: int):
+    def _hook(self, layer: int) -> Hook:
         is_owner, is_consumer = layer in self.tier.owners, layer in self.tier.consumers
 
-        def route(gate: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]):
+        def route(gate: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> Routed:
             routing = self._pass
             if routing is None:
                 return None

@@ -46,18 +46,22 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> Arm:
+        """`4` or `4/8`: K, and after a slash the mass."""
         k, _, mass = text.partition("/")
         return cls(int(k), int(mass or 0))
 
     @property
     def name(self) -> str:
+        """The arm's directory below --out."""
         return f"k{self.k}" + f"-mass{self.mass_k}" * bool(self.mass_k)
 
     def overrides(self) -> list[str]:
+        """What the arm changes in its tier, as on the command line."""
         return [f"tier.k={self.k}", f"+tier.router.mass_k={self.mass_k}"]
 
 
 def main() -> None:
+    """Train and measure every arm, and print the table; it is written anew after each arm."""
     arguments = _arguments()
     out = arguments.out.resolve()
     rows = []

@@ -71,6 +71,7 @@ class Result:
 
 
 def main() -> None:
+    """Run the seeds (none with --report) and print the table over all that lie in --out."""
     arguments = _arguments()
     torch.set_num_threads(1)
     with initialize_config_dir(str(config_directory()), version_base=None):

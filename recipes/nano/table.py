@@ -77,6 +77,7 @@ def show(results: dict[str, dict[int, list[dict[str, Any]]]]) -> str:
 
 
 def main() -> None:
+    """Print the tables of the runs that are there; with --json also write their rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", type=Path, help="the directory that run.sh wrote to")
     parser.add_argument("--json", type=Path, help="write the seeds' and the mean rows there")

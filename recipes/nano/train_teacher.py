@@ -36,6 +36,7 @@ STAGES = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Arguments, of the process unless `argv` is given; an unknown tier exits with code 2."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tier", choices=STAGES, default="nano", help="whose teacher")
     parser.add_argument("--work", type=Path, help="for what the stages leave (runs/<tier>-teacher)")
@@ -49,6 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """All stages, the checks of the saved directory, the scores and the model card; AssertionError if a check fails."""
     args = parse_args(argv)
     tier, stages = builtin_tier(args.tier), STAGES[args.tier]
     work, out = args.work or Path(f"runs/{tier.name}-teacher"), args.out or Path(asset(f"{tier.name}-teacher"))

@@ -80,6 +80,7 @@ def facts(bench: Bench, stage: Stage) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Print one table a root: a line for each stage of its training."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("roots", type=Path, nargs="+", help="directories of finished trainings")
     parser.add_argument("--set", nargs="*", default=[], help="settings, e.g. experiment=long_chain")

@@ -46,10 +46,12 @@ class Verdict:
 
     @property
     def mean(self) -> float:
+        """Over the seeds; a claim without a value has none (statistics.StatisticsError)."""
         return statistics.fmean(self.values)
 
     @property
     def spread(self) -> float:
+        """Sample standard deviation over the seeds."""
         return spread(self.values)
 
     def line(self) -> str:
@@ -100,6 +102,7 @@ def gain(metric: str, better: str, worse: str) -> Callable[[Rows], float]:
 
 
 def of(arm: str, metric: str) -> Callable[[Rows], float]:
+    """One arm's metric as it is."""
     return lambda rows: rows[arm][metric]
 
 

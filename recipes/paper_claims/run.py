@@ -59,6 +59,7 @@ class Place:
 
     @property
     def directory(self) -> Path:
+        """The seed's root; the int4 base lies beside it, since all seeds share it."""
         return self.out / f"seed{self.seed}"
 
     def compose(self, run: str, phase: str, *overrides: str) -> Any:
@@ -82,6 +83,7 @@ class Place:
 
 
 def main() -> None:
+    """Run the arms (none with --report) and print the verdicts; they are written anew after each arm."""
     arguments = _arguments()
     torch.set_num_threads(1)
     budget = QUICK if arguments.quick else FULL

@@ -127,9 +127,14 @@ def test_a_failure_at_the_last_steps_leaves_the_old_file(tmp_path, monkeypatch, 
 def test_an_interrupted_replacement_leaves_the_old_file_and_no_other(tmp_path, interruption):
     path = tmp_path / "state.json"
     path.write_text("old")
-    with pytest.raises(interruption), atomic_replace(path) as temporary:
-        temporary.write_text("half")
-        raise interruption
+
+    def interrupted() -> None:
+        with atomic_replace(path) as temporary:
+            temporary.write_text("half")
+            raise interruption
+
+    with pytest.raises(interruption):
+        interrupted()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["state.json"]
 

@@ -17,7 +17,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.best import Best
 from edge0_train.checkpoint import checkpoints
 from edge0_train.loop import Interrupted, train
-from tests.train.test_loop import OPTIM, Toy, metrics, run_in, same
+from tests.train.toy_loop import OPTIM, Toy, metrics, run_in, same
 
 PATIENT = replace(OPTIM, steps=12, patience=3)
 HELD_OUT = [5.0, 4.0, 3.0, 3.5, 2.0, 2.0, 2.5, math.nan, 1.0, 1.0, 1.0, 1.0]

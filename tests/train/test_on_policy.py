@@ -191,9 +191,14 @@ def test_a_waiting_student_leaves_the_device_and_comes_back_as_it_was():
     one, codes, other = (SimpleNamespace(device=torch.device(place), data=Place(place)) for place in places)
     model: Any = SimpleNamespace(parameters=lambda: [one], buffers=lambda: [codes, other])
     before = codes.data
-    with pytest.raises(ZeroDivisionError), scoring.in_host_memory(model):
-        assert [one.data, other.data] == ["cpu", "cpu"] and codes.data is before
-        raise ZeroDivisionError
+
+    def failing() -> None:
+        with scoring.in_host_memory(model):
+            assert [one.data, other.data] == ["cpu", "cpu"] and codes.data is before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
     assert [one.data, other.data] == ["cuda:1", "cuda:0"] and codes.data is before
 
 

@@ -312,5 +312,5 @@ def test_a_used_pass_is_refused(adapted):
     routing = path.predicted(first.decoded_BT)
     with torch.no_grad():
         path.hidden(first.input_ids_BT, routing, use_cache=False)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="this pass has run already"):
             path.hidden(second.input_ids_BT, routing, use_cache=False)

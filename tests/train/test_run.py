@@ -23,7 +23,7 @@ from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, configure, read_config
 from edge0_train.loop import train
 from edge0_train.run import code_commit, open_run, start_wandb
-from tests.train.test_loop import OPTIM, Toy, run_in, same
+from tests.train.toy_loop import OPTIM, Toy, run_in, same
 
 ROOT = Path(__file__).parents[2]
 

@@ -99,5 +99,6 @@ Apache-2.0
 
 
 def cpu_name() -> str:
+    """The processor's name on Linux, elsewhere its architecture."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from edge0_runtime.contract.tier import Tier
 from edge0_train.data.tasks import problems
@@ -15,11 +15,12 @@ from recipes.nano.teacher.rows import encode_rows
 
 
 def build_model(tier: Tier, seed: int) -> PreTrainedModel:
+    """The tier's architecture in float32, with weights that transformers draws from `seed`."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(model_config(tier, **FAMILIES[tier.family].fields))
 
 
-def save(tier: Tier, model: PreTrainedModel, tokenizer, out: Path) -> None:
+def save(tier: Tier, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
     """A directory that both transformers and mlx-lm load."""
     out.mkdir(parents=True, exist_ok=True)
     tensors, config = FAMILIES[tier.family].files(tier, model)
@@ -38,7 +39,7 @@ def load_checked(out: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def mlx_difference(model: PreTrainedModel, tokenizer, out: Path, seed: int) -> float | None:
+def mlx_difference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, seed: int) -> float | None:
     """Relative L2 of mlx-lm's logits against transformers' on one eval row, both float32; None without mlx-lm.
 
     The load is strict, so this also checks that mlx-lm finds every tensor.
@@ -54,4 +55,5 @@ def mlx_difference(model: PreTrainedModel, tokenizer, out: Path, seed: int) -> f
     with torch.no_grad():
         ours = model(ids_BT).logits
     theirs = torch.tensor(mlx_model(mx.array(ids_BT.tolist())).tolist())
-    return ((theirs - ours).norm() / ours.norm()).item()
+    difference: float = ((theirs - ours).norm() / ours.norm()).item()
+    return difference

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens.
 from collections import Counter, defaultdict
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edge0_train.data.tasks import TASKS, Problem, is_correct, messages
 
@@ -14,7 +14,7 @@ MAX_NEW_TOKENS = {name: 160 if name == "chain" else 48 for name in TASKS}
 
 
 @torch.no_grad()
-def complete(model: PreTrainedModel, tokenizer, batch: list[Problem]) -> list[str]:
+def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Problem]) -> list[str]:
     """Greedy completions with the KV cache. Prompts of one length run together, so nothing is padded."""
     alike = defaultdict(list)
     for i, problem in enumerate(batch):
@@ -32,9 +32,12 @@ def complete(model: PreTrainedModel, tokenizer, batch: list[Problem]) -> list[st
     return texts
 
 
-def evaluate(model: PreTrainedModel, tokenizer, batch: list[Problem]) -> dict[str, tuple[int, int]]:
+def evaluate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Problem]
+) -> dict[str, tuple[int, int]]:
     """Task name -> (exact matches, problems); the entry `all` is their sum."""
-    right, count = Counter(), Counter()
+    right: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     model.eval()
     for problem, text in zip(batch, complete(model, tokenizer, batch), strict=True):
         for name in (problem.task, "all"):

@@ -150,12 +150,11 @@ def ling_files(tier: Tier, model: PreTrainedModel) -> Files:
     tensors: dict[str, torch.Tensor] = {}
     for hf_name, tensor in model.state_dict().items():
         *_, link = tier.layout.links_of_hf(hf_name, config)  # the forms of ours come first
-        parts = to_mlx(link, tensor if link.float32 else tensor.to(torch.bfloat16), config)
+        parts = list(to_mlx(link, tensor if link.float32 else tensor.to(torch.bfloat16), config))
+        disk = list(link.mlx)
         if link.per_expert:
             parts = [expert for part in parts for expert in part]
             disk = [name.replace("{e}", str(e)) for name in link.disk for e in range(tier.num_experts)]
-        else:
-            disk = link.mlx
         tensors |= {name: part.contiguous() for name, part in zip(disk, parts, strict=True)}
     return tensors, config | {"dtype": "bfloat16", "transformers_version": transformers.__version__}
 

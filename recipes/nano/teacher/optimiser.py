@@ -5,8 +5,11 @@ Shapes: E experts, N matrices of one shape, R rows, C columns.
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import overload
 
 import torch
+from transformers import PreTrainedModel
 
 MUON_LR, ADAMW_LR = 0.02, 3e-3  # at the first stage's peak
 WARMUP = 50
@@ -20,11 +23,22 @@ class Muon(torch.optim.Optimizer):
     shape are orthogonalised in one batch, because on a CPU the small products are bound by dispatch.
     """
 
-    def __init__(self, params, lr: float, momentum: float = 0.95):
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(list(params), {"lr": lr, "momentum": momentum})
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter, all of which must have a gradient. Returns what `closure`, called before it, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
@@ -37,6 +51,7 @@ class Muon(torch.optim.Optimizer):
                 step = orthogonalise(torch.cat(updates)) * -group["lr"] * math.sqrt(max(1, rows / columns))
                 for p, part in zip(params, step.split([len(u) for u in updates]), strict=True):
                     p.add_(part.view_as(p))
+        return loss
 
 
 def orthogonalise(x_NRC: torch.Tensor, iterations: int = 5) -> torch.Tensor:
@@ -51,10 +66,11 @@ def orthogonalise(x_NRC: torch.Tensor, iterations: int = 5) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def build_optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+def build_optimisers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for matrices of at least 8 rows and columns, AdamW for embedding, head and all the rest."""
     vocabulary = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for p in model.parameters():
         is_matrix = p not in vocabulary and p.ndim >= 2 and min(p.shape[-2:]) >= 8
         (matrices if is_matrix else rest).append(p)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from edge0_train.data.tasks import TASKS, Problem, messages, problems
@@ -74,7 +74,7 @@ def build_tokenizer(seed: int) -> Qwen3_5Tokenizer:
     return tokenizer
 
 
-def check_tokenizer(tokenizer, out: Path, batch: list[Problem]) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, out: Path, batch: list[Problem]) -> None:
     """AutoTokenizer on the saved directory must give the ids that training saw."""
     loaded = AutoTokenizer.from_pretrained(out)
     ours, theirs = (t.apply_chat_template(_chats(batch))["input_ids"] for t in (tokenizer, loaded))
@@ -82,7 +82,9 @@ def check_tokenizer(tokenizer, out: Path, batch: list[Problem]) -> None:
         raise AssertionError(f"AutoTokenizer on {out} gives other ids than in training; see build_tokenizer.")
 
 
-def encode_rows(tokenizer, batch: list[Problem]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase, batch: list[Problem]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(ids_BT, mask_BT, labels_BT)`, right-padded; labels are -100 outside the assistant's turn.
 
     Raises ValueError when a row is longer than `ROW_TOKENS` of its task.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.families import cpu_options
@@ -34,13 +34,16 @@ class Stage:
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        """Of all buckets, in their order."""
         return tuple(task for tasks in self.buckets for task in tasks)
 
     def __str__(self) -> str:
         return " + ".join(f"{rows} of {', '.join(tasks)}" for tasks, rows in self.buckets.items())
 
 
-def losses(tier: Tier, model: PreTrainedModel, ids_BT, mask_BT, labels_BT) -> tuple[torch.Tensor, torch.Tensor, float]:
+def losses(
+    tier: Tier, model: PreTrainedModel, ids_BT: torch.Tensor, mask_BT: torch.Tensor, labels_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Mean cross-entropy of the assistant's tokens (nats), and the two numbers of `Family.balance`."""
     options = cpu_options(tier.family)
     out = model(ids_BT, attention_mask=mask_BT, use_cache=False, output_router_logits=True, **options)
@@ -48,12 +51,15 @@ def losses(tier: Tier, model: PreTrainedModel, ids_BT, mask_BT, labels_BT) -> tu
     return cross_entropy, *FAMILIES[tier.family].balance(tier, model, out.router_logits, mask_BT)
 
 
-def train(tier: Tier, model: PreTrainedModel, tokenizer, stage: Stage, seed: int) -> dict[str, float]:
+def train(
+    tier: Tier, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: Stage, seed: int
+) -> dict[str, float]:
     """Train in place; returns the last losses (means over buckets) and the cost in wall and CPU seconds."""
     steps, optimisers = stage.steps, build_optimisers(model)
     peaks = [optimiser.param_groups[0]["lr"] * stage.rate for optimiser in optimisers]
     data = {tasks: problems("train", seed, steps * rows, tasks) for tasks, rows in stage.buckets.items()}
-    wall, cpu, tokens, recent = time.perf_counter(), time.process_time(), 0, []
+    wall, cpu, tokens = time.perf_counter(), time.process_time(), 0
+    recent: list[list[tuple[float, float]]] = []  # of the last 50 steps: (cross-entropy, balance) of each bucket
     model.set_experts_implementation(EXPERTS)
     model.train()
     for step in range(steps):
