@@ -5,26 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
-
 from edge0_runtime.contract.artifacts import Adapter, Kind
 from edge0_train.adapters import read_input
 from edge0_train.cli import run_phase
-from edge0_train.config import Config
+from edge0_train.config import Config, configure
 from edge0_train.run import read_summary
 
 
-def compose_run(phase: str, directory: Path, *overrides: str) -> Any:
-    """Hydra's configuration of one nano run; an existing directory is continued. `overrides` as on the command line."""
+def configure_run(phase: str, directory: Path, *overrides: str) -> Config:
+    """The configuration of one nano run; an existing directory is continued. `overrides` as on the command line."""
     resume = str(directory.exists()).lower()
     common = (f"phase={phase}", "tier=nano", f"run_dir={directory}", f"resume={resume}", "logger.wandb=disabled")
-    return compose("train", [*common, *overrides])
+    return configure(*common, *overrides)
 
 
 def run_once(phase: str, directory: Path, *overrides: str) -> None:
     """One phase in `directory`, unless it is finished there."""
     if read_summary(directory) is None:
-        run_phase(compose_run(phase, directory, *overrides))
+        run_phase(configure_run(phase, directory, *overrides))
 
 
 def finished(directory: Path) -> dict[str, Any]:

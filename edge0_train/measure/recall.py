@@ -22,7 +22,7 @@ import torch
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
 from edge0_train.data.rows import Batch
-from edge0_train.objectives.passes import Routing, native_pass, student_pass
+from edge0_train.objectives.passes import MakePass, native_pass, student_pass
 from edge0_train.student import PrerouterHeads, StudentPath
 from edge0_train.student.router import multi_hot, select, weigh
 
@@ -147,7 +147,7 @@ def head_recall(path: StudentPath, batches: Sequence[Batch], own: bool) -> dict[
 
 
 def _passes(
-    path: StudentPath, batches: Sequence[Batch], routing: Routing, pair: Callable[..., None]
+    path: StudentPath, batches: Sequence[Batch], routing: MakePass, pair: Callable[..., None]
 ) -> Iterator[tuple[Batch, torch.Tensor]]:
     """Run every batch; yields it with its predicted inputs, bool [B, T], after `pair(these inputs, owner, ...)` of all owners."""
     for batch in batches:

@@ -12,7 +12,7 @@ from edge0_train.config import Config
 from edge0_train.data.rows import Batch, TextRow
 from edge0_train.loop import Backward, Objective
 from edge0_train.losses import HEAD_LOSSES
-from edge0_train.objectives.passes import Routing, windows
+from edge0_train.objectives.passes import MakePass, windows
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
 
 
@@ -41,7 +41,7 @@ class HeadBatch:
 
 
 def head_objective(
-    config: Config, student: Student, heads: PrerouterHeads, rows: Sequence[TextRow], routing: Routing
+    config: Config, student: Student, heads: PrerouterHeads, rows: Sequence[TextRow], routing: MakePass
 ) -> Objective:
     """`heads` against the next layers' true routers, by `heads.loss`, on the features of a base that runs under `routing`.
 

@@ -16,7 +16,7 @@ from edge0_train.student import RoutingPass, StudentPath
 HELD_OUT_ROWS = 64
 """Held-out rows that a training looks at: a few thousand predicted positions a head."""
 
-Routing = Callable[[StudentPath, Batch], RoutingPass]
+MakePass = Callable[[StudentPath, Batch], RoutingPass]
 """How a batch runs: one new pass for every forward."""
 
 
@@ -70,12 +70,12 @@ def summed_cross_entropy(path: StudentPath, batch: Batch, routing: RoutingPass) 
     return chunked(cross_entropy, hidden_at_labels(path, batch, routing), path.model.lm_head, labels_of(batch))
 
 
-def completion_loss(path: StudentPath, batch: Batch, routing: Routing = student_pass) -> torch.Tensor:
+def completion_loss(path: StudentPath, batch: Batch, routing: MakePass = student_pass) -> torch.Tensor:
     """Summed cross-entropy of the completions' tokens, on the student path unless `routing` is another."""
     return summed_cross_entropy(path, batch, routing(path, batch))
 
 
 @torch.no_grad()
-def mean_loss(path: StudentPath, batches: Sequence[Batch], routing: Routing = student_pass) -> float:
+def mean_loss(path: StudentPath, batches: Sequence[Batch], routing: MakePass = student_pass) -> float:
     """Mean held-out cross-entropy per completion token."""
     return sum(float(completion_loss(path, batch, routing)) for batch in batches) / sum(b.valid for b in batches)

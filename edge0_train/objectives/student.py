@@ -12,7 +12,7 @@ from edge0_train.config import Config
 from edge0_train.data.rows import Batch, TextRow
 from edge0_train.loop import Backward, Objective
 from edge0_train.losses import head_kl
-from edge0_train.objectives.passes import Routing, mean_loss, student_pass, summed_cross_entropy, windows
+from edge0_train.objectives.passes import MakePass, mean_loss, student_pass, summed_cross_entropy, windows
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
 
 HELD_OUT_LOSS = "held_out_loss"
@@ -24,7 +24,7 @@ def student_objective(
     student: Student,
     rows: Sequence[TextRow],
     held_out: Sequence[Batch] = (),
-    routing: Routing = student_pass,
+    routing: MakePass = student_pass,
 ) -> Objective:
     """The LoRA, and with `heads.joint_lr` the heads, on the completions of `rows`.
 
@@ -67,7 +67,7 @@ def joint_parameters(config: Config, heads: PrerouterHeads | None) -> dict[str, 
 
 
 def sft_loss(
-    path: StudentPath, batch: Batch, predictability: float = 0.0, routing: Routing = student_pass
+    path: StudentPath, batch: Batch, predictability: float = 0.0, routing: MakePass = student_pass
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """`completion_loss` with the routing's predictability weighed in, and what is to be logged beside it."""
     chosen = listening(routing(path, batch), predictability)

@@ -24,10 +24,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from hydra import initialize_config_dir
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config import config_directory
 from edge0_train.report import table
 from edge0_train.run import write_jsonl, write_text
 from recipes.runs import finished, run_once
@@ -65,14 +63,13 @@ def main() -> None:
     arguments = _arguments()
     out = arguments.out.resolve()
     rows = []
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        for phase in SHARED:
-            run(out, out, phase, [], arguments)
-        for arm in map(Arm.parse, arguments.arms):
-            for phase in PHASES:
-                run(out, out / arm.name, phase, arm.overrides(), arguments)
-            rows.append(row(out / arm.name, arm))
-            report(out, rows)
+    for phase in SHARED:
+        run(out, out, phase, [], arguments)
+    for arm in map(Arm.parse, arguments.arms):
+        for phase in PHASES:
+            run(out, out / arm.name, phase, arm.overrides(), arguments)
+        rows.append(row(out / arm.name, arm))
+        report(out, rows)
     print(report(out, rows))
 
 

@@ -25,10 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from hydra import initialize_config_dir
 
 from edge0_train.build import load_heads
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import Config
 from edge0_train.data.rows import read_data
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, open_bench, running
@@ -36,7 +35,7 @@ from edge0_train.measure.quality import greedy_answers, token_scores
 from edge0_train.report import table
 from edge0_train.run import write_json
 from edge0_train.student import PrerouterHeads
-from recipes.runs import adapter_of, compose_run, finished, run_once
+from recipes.runs import adapter_of, configure_run, finished, run_once
 
 PHASES: dict[str, tuple[str, ...]] = {
     "quantize": (),
@@ -74,9 +73,8 @@ def main() -> None:
     """Run the seeds (none with --report) and print the table over all that lie in --out."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        for seed in [] if arguments.report else arguments.seeds:
-            run_seed(arguments.out.resolve() / f"seed{seed}", seed)
+    for seed in [] if arguments.report else arguments.seeds:
+        run_seed(arguments.out.resolve() / f"seed{seed}", seed)
     print(report(arguments.out))
 
 
@@ -97,7 +95,7 @@ def run_seed(root: Path, seed: int) -> None:
         run("on_policy", policy, *POLICY, *inputs)
         same_time = round(steps * finished(root / policy)["seconds"] / finished(root / sft)["seconds"])
         run("student_sft", more, *SFT, *inputs, "heads.joint_lr=0", f"optim.steps={same_time}")
-    measure_seed(read_config(compose_run("evaluate", root / "evaluate", *common)), root, seed)
+    measure_seed(configure_run("evaluate", root / "evaluate", *common), root, seed)
 
 
 def names(steps: int) -> tuple[str, str, str]:

@@ -18,9 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from hydra import compose, initialize_config_dir
 
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import Config, configure
 from edge0_train.data.rows import IGNORE, read_data
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, open_bench, routing_of, running
@@ -87,8 +86,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for root in arguments.roots:
-        with initialize_config_dir(str(config_directory()), version_base=None):
-            config = read_config(compose("train", ["phase=evaluate", "tier=nano", f"root={root}", *arguments.set]))
+        config = configure("phase=evaluate", "tier=nano", f"root={root}", *arguments.set)
         data, _ = read_data(config.text.rows, config.text.max_length)
         bench = open_bench(config, data.held_out)
         lines = [facts(bench, stage) for stage in stages(config, bench)]

@@ -25,13 +25,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from hydra import initialize_config_dir
 
 from edge0_runtime.contract.artifacts import Adapter
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.build import load_heads
 from edge0_train.cli import run_phase
-from edge0_train.config import config_directory, read_config
+from edge0_train.config import Config
 from edge0_train.data.rows import read_data
 from edge0_train.loop import Interrupted
 from edge0_train.measure.bench import Bench, Stage, open_bench, running
@@ -43,7 +42,7 @@ from edge0_train.report import table
 from edge0_train.run import open_run, read_summary, write_json, write_jsonl, write_text
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, Arm, Budget, needed, nodes
 from recipes.paper_claims.claims import CLAIMS, Rows, judge, spread
-from recipes.runs import adapter_of, compose_run
+from recipes.runs import adapter_of, configure_run
 
 COLUMNS = ("loss", "kl", "reverse_kl", "exact_match", "add", "multiply", "reverse", "word", "recall", "repetition")
 
@@ -62,7 +61,7 @@ class Place:
         """The seed's root; the int4 base lies beside it, since all seeds share it."""
         return self.out / f"seed{self.seed}"
 
-    def compose(self, run: str, phase: str, *overrides: str) -> Any:
+    def configure(self, run: str, phase: str, *overrides: str) -> Config:
         """The configuration of one run; an existing directory is continued."""
         common = (
             f"seed={self.seed}",
@@ -72,12 +71,12 @@ class Place:
             "threads=1",
         )
         where = self.out if phase == "quantize" else self.directory
-        return compose_run(phase, where / run, *common, *overrides)
+        return configure_run(phase, where / run, *common, *overrides)
 
     @functools.cached_property
     def bench(self) -> Bench:
         """Models and held-out rows."""
-        config = read_config(self.compose("arms", "evaluate", f"sample.eval_prompts={self.budget.rows}"))
+        config = self.configure("arms", "evaluate", f"sample.eval_prompts={self.budget.rows}")
         data, _ = read_data(config.text.rows, config.text.max_length)
         return open_bench(config, data.held_out[: self.budget.rows])
 
@@ -87,14 +86,13 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     budget = QUICK if arguments.quick else FULL
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        places = [Place(arguments.out.resolve(), seed, budget) for seed in arguments.seeds]
-        if not arguments.report:
-            # Arms outside, seeds inside: stopped half-way, the first arms have all their seeds.
-            for name in arguments.only or ARMS:
-                for place in places:
-                    run_arm(place, name)
-                report(arguments.out)
+    places = [Place(arguments.out.resolve(), seed, budget) for seed in arguments.seeds]
+    if not arguments.report:
+        # Arms outside, seeds inside: stopped half-way, the first arms have all their seeds.
+        for name in arguments.only or ARMS:
+            for place in places:
+                run_arm(place, name)
+            report(arguments.out)
     print(report(arguments.out))
 
 
@@ -106,7 +104,7 @@ def run_arm(place: Place, name: str) -> None:
     arm = ARMS[name]
     try:
         if not (place.out / "base").exists():
-            run_phase(place.compose("quantize", "quantize"))
+            run_phase(place.configure("quantize", "quantize"))
         for node in needed(arm, place.budget):
             run_node(place, node)
         metrics = measure_arm(place, arm)
@@ -129,12 +127,12 @@ def run_node(place: Place, name: str) -> None:
         f"inputs.{kind}={place.directory / parent if parent else ''}"
         for kind, parent in (("prerouter", node.heads), ("lora", node.lora))
     ]
-    composed = place.compose(name, node.phase, *inputs, *node.overrides)
+    config = place.configure(name, node.phase, *inputs, *node.overrides)
     try:
         if node.function is None:
-            run_phase(composed)
+            run_phase(config)
         else:
-            run = open_run(read_config(composed))
+            run = open_run(config)
             run.finish(node.function(run.config, run))
     except Edge0Error as error:
         place.failed[name] = str(error)
@@ -180,7 +178,7 @@ def _adapter(place: Place, kind: Any, node: str) -> Adapter | None:
     """The adapter that a node wrote, under the tier that it was trained for; None for an empty name."""
     if not node:
         return None
-    config = read_config(place.compose(node, "evaluate", *_tier_overrides(place, node)))
+    config = place.configure(node, "evaluate", *_tier_overrides(place, node))
     return adapter_of(config, kind, place.directory / node)
 
 

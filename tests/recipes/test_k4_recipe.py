@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edge0_train.config import Config, read_config
+from edge0_train.config import Config
 from recipes import runs
 from recipes.k4_from_k8 import run as recipe
 
@@ -20,8 +20,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
     """The configurations of all phases that ran; none does anything but say that it is done."""
     configs: list[Config] = []
 
-    def run_phase(composed: Any) -> None:
-        config = read_config(composed)
+    def run_phase(config: Config) -> None:
         configs.append(config)
         stages = [{"stage": f"int4, K={config.tier.k}", "kl": 0.2}, {"stage": "+ SFT", "kl": 0.1, "recall": 0.5}]
         Path(config.run_dir).mkdir(parents=True)

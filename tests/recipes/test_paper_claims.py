@@ -10,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import initialize_config_dir
 
 from edge0_train.build import warm_heads
-from edge0_train.config import config_directory, read_config
 from edge0_train.measure.bench import Bench, Stage, running
 from edge0_train.measure.drift import feature_drift
 from edge0_train.measure.overlap import adjacent_overlap
@@ -46,12 +44,11 @@ METRICS = (
 def test_every_run_composes_and_starts_from_runs_before_it(budget, tmp_path):
     place = recipe.Place(tmp_path, 3, budget)
     done: set[str] = set()
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        for name, node in nodes(budget).items():
-            config = read_config(place.compose(name, node.phase, *node.overrides))
-            assert config.seed == 3 and Path(config.run_dir) == tmp_path / "seed3" / name
-            assert {node.heads, node.lora} - {""} <= done
-            done.add(name)
+    for name, node in nodes(budget).items():
+        config = place.configure(name, node.phase, *node.overrides)
+        assert config.seed == 3 and Path(config.run_dir) == tmp_path / "seed3" / name
+        assert {node.heads, node.lora} - {""} <= done
+        done.add(name)
 
 
 def test_every_arm_rests_on_known_runs():
@@ -130,8 +127,7 @@ def test_what_is_finished_is_not_done_again(out, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def bench(out: Path) -> Bench:
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        return recipe.Place(out, 0, TINY).bench
+    return recipe.Place(out, 0, TINY).bench
 
 
 def random_lora(bench: Bench, scale: float) -> Stage:

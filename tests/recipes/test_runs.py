@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import initialize_config_dir
 
 from edge0_runtime.contract.artifacts import read_adapter
-from edge0_train.config import Config, config_directory, read_config
+from edge0_train.config import Config
 from edge0_train.run import Run, open_run
 from edge0_train.student import StudentPath
 from recipes import runs
@@ -25,17 +24,15 @@ LORA, HEADS = "lora_edge0_nano.safetensors", "prerouter_edge0_nano.safetensors"
 def test_a_run_is_done_once_and_continued_when_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Config] = []
 
-    def stopped_then_finished(composed: Any) -> None:
-        config = read_config(composed)
+    def stopped_then_finished(config: Config) -> None:
         done.append(config)
         Path(config.run_dir).mkdir(exist_ok=True)
         if config.resume:
             (tmp_path / "run" / "done.json").write_text(json.dumps({"seconds": 3.0}))
 
     monkeypatch.setattr(runs, "run_phase", stopped_then_finished)
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        for _ in range(3):
-            runs.run_once("student_sft", tmp_path / "run", "seed=7", "optim.steps=5")
+    for _ in range(3):
+        runs.run_once("student_sft", tmp_path / "run", "seed=7", "optim.steps=5")
     assert [config.resume for config in done] == [False, True]
     first = done[0]
     assert (first.phase, first.tier.name, first.seed, first.optim.steps) == ("student_sft", "nano", 7, 5)

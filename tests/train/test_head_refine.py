@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ def do(make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """phase, overrides -> its run directory and summary; two steps are enough for the gate against trivial baselines."""
 
     def run(phase: str, *overrides: str) -> tuple[Path, dict[str, Any]]:
-        monkeypatch.setattr(sys.modules[f"edge0_train.phases.{phase}"], "check_beats_baselines", lambda *_: None)
+        monkeypatch.setattr(
+            importlib.import_module(f"edge0_train.phases.{phase}"), "check_beats_baselines", lambda *_: None
+        )
         config = make_config(phase, f"run_dir={tmp_path / phase}", *SMALL, *overrides)
         return tmp_path / phase, phase_function(phase)(config, open_run(config))
 

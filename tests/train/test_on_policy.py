@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
 from edge0_runtime.contract.artifacts import read_adapter
@@ -22,7 +21,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_train.base import load_teacher
 from edge0_train.build import warm_heads
-from edge0_train.config import Config, asset, config_directory, read_config
+from edge0_train.config import Config, asset, configure
 from edge0_train.data.health import repetition
 from edge0_train.data.rows import IGNORE, TextRow, collate
 from edge0_train.losses import ON_POLICY_LOSSES, forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
@@ -42,8 +41,7 @@ ROWS = [TextRow((1, 267, 30, 40), (50, 60, 70, 2), "stop"), TextRow((1, 5), (9, 
 
 
 def config(*overrides: str) -> Config:
-    with initialize_config_dir(str(config_directory()), version_base=None):
-        return read_config(compose("train", ["phase=on_policy", "tier=nano", *overrides]))
+    return configure("phase=on_policy", "tier=nano", *overrides)
 
 
 @pytest.fixture(scope="module")
