@@ -1,12 +1,12 @@
 """This checkout against another commit: the same command in both, in turns, as paired ratios of decode speed.
 
-    python benchmarks/against_commit.py 5649e28 --rounds 3 -- -m edge0_runtime bench models/nano --memory-budget 1024 --json
+    python benchmarks/against_commit.py 5649e28 --rounds 3 -- benchmarks/all_cached.py models/nano
     python benchmarks/against_commit.py 5649e28 --rounds 2 -- benchmarks/slow_disk.py --mib-s 400 bench models/bound-k4 \
         --io-threads 2 --memory-budget 0.45 --max-tokens 32 --arms prerouter,on_demand --rounds 1 --prompt Hi --json
 
-The command is what follows `python`; it must print `bench`'s JSON rows. The other commit is checked out into a temporary
-worktree and runs with its own sources. Order: new old, old new, ...; a pair is two runs next to each other in time, and a
-run's figure for an arm is the median over its rows.
+The command is what follows `python`; it must print `bench`'s JSON rows, or all_cached.py's lines. The other commit is
+checked out into a temporary worktree and runs with its own sources. Order: new old, old new, ...; a pair is two runs next to
+each other in time, and a run's figure for an arm is the median over its rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -73,8 +74,12 @@ def speeds(tree: Path, command: Sequence[str]) -> dict[str, float]:
     if done.returncode:
         sys.exit(f"{tree}: {' '.join(arguments)} exited {done.returncode}: {done.stderr.strip()}")
     found: dict[str, list[float]] = {}
-    for row in map(json.loads, done.stdout.splitlines()):
-        found.setdefault(row["arm"], []).append(row["decode_tokens_per_second"])
+    for row in done.stdout.splitlines():
+        if row.startswith("{"):
+            fields = json.loads(row)
+            found.setdefault(fields["arm"], []).append(fields["decode_tokens_per_second"])
+        elif match := re.match(r"(.+?) +([\d.]+) tok/s", row):
+            found.setdefault(match[1], []).append(float(match[2]))
     return {arm: statistics.median(values) for arm, values in found.items()}
 
 

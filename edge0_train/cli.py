@@ -120,7 +120,7 @@ def _hydra_main(composed: DictConfig) -> None:
         if composed.phase == "all":
             run_chain(list(composed.chain), list(HydraConfig.get().overrides.task))
         else:
-            run_phase(composed)
+            run_phase(_read(composed))
     except Edge0Error as error:
         _fail(error)
 
@@ -137,10 +137,8 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
     print(f"phase=all: done in {time.time() - began:.0f} s")
 
 
-def run_phase(composed: DictConfig | Config) -> dict[str, Any] | None:
+def run_phase(config: Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it was interrupted or is done already."""
-    config = composed if isinstance(composed, Config) else _read(composed)
-
     from accelerate import PartialState
 
     from edge0_train.phases import phase_function

@@ -16,7 +16,7 @@ from edge0_runtime.contract.traces import read_trace
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
 from edge0_train.cli import run_phase
-from edge0_train.config import config_directory
+from edge0_train.config import config_directory, read_config
 from edge0_train.data.rows import write_data
 from edge0_train.propose import inspect_command
 from recipes.bring_your_own_moe.tiny import FLAT, tiny_flat
@@ -44,7 +44,7 @@ def test_a_family_from_inspect_to_verify(family: str, tmp_path: Path) -> None:
             steps = [f"optim.steps={STEPS[phase]}"] if phase in STEPS else []
             where = [f"hydra.searchpath=[file://{mine}]", "tier=own", f"root={root}", f"teacher.directory={source}"]
             where += ["tier.token_aware=true"]  # without words that mean anything, little else foretells a routing
-            run_phase(compose("train", [f"phase={phase}", *where, *SMALL, *steps]))
+            run_phase(read_config(compose("train", [f"phase={phase}", *where, *SMALL, *steps])))
     heads, lora = (read_adapter(root / "model" / tier.file_name(kind), kind) for kind in ("prerouter", "lora"))
     tier = dataclasses.replace(tier, token_aware=True)
     assert heads.tier == lora.tier == tier and heads.provenance

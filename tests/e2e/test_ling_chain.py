@@ -14,7 +14,7 @@ from edge0_runtime.contract.traces import read_trace
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
 from edge0_train.cli import run_phase
-from edge0_train.config import config_directory
+from edge0_train.config import config_directory, read_config
 from edge0_train.measure.recall import BASELINES
 from tests.e2e.conftest import SMALL, STEPS, phase_settings
 
@@ -24,7 +24,9 @@ TIER = builtin_tier("nano-ling")
 def run(root: Path, phase: str, *settings: str) -> Any:
     """One phase in this process: what its done.json says."""
     with initialize_config_dir(str(config_directory()), version_base=None):
-        return run_phase(compose("train", [f"phase={phase}", f"tier={TIER.name}", f"root={root}", *settings]))
+        return run_phase(
+            read_config(compose("train", [f"phase={phase}", f"tier={TIER.name}", f"root={root}", *settings]))
+        )
 
 
 def test_export_serves_exactly_as_trained(tmp_path: Path) -> None:
