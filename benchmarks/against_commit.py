@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -34,9 +35,11 @@ def main() -> None:
     )
     parser.add_argument("commit", help="the other one")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of runs (%(default)s)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what follows `python`")
-    args = parser.parse_args()
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    parser.usage = "%(prog)s [-h] [--rounds N] commit -- COMMAND"
+    own, _, rest = " ".join(map(shlex.quote, sys.argv[1:])).partition(" -- ")
+    args, command = parser.parse_args(shlex.split(own)), shlex.split(rest)
+    if not command:
+        parser.error("no command; give -- and what follows `python`")
     with other_checkout(args.commit) as other:
         runs: dict[Path, list[dict[str, float]]] = {ROOT: [], other: []}
         for number in range(args.rounds):
