@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def main() -> None:
     args, command = parser.parse_args(shlex.split(own)), shlex.split(rest)
     if not command:
         parser.error("no command; give -- and what follows `python`")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unhandled, it would leave the worktree behind
     with other_checkout(args.commit) as other:
         runs: dict[Path, list[dict[str, float]]] = {ROOT: [], other: []}
         for number in range(args.rounds):
