@@ -7,12 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.build import Student
 from edge0_train.config import Config
-from edge0_train.data.rows import Batch
-from edge0_train.measure.recall import BASELINES, RecallReport, best_baseline
-from edge0_train.objectives.passes import mean_loss, native_pass
+from edge0_train.data.rows import Batch, TextData
+from edge0_train.loop import Objective, train
+from edge0_train.measure.recall import BASELINES, RecallReport, best_baseline, measure_recall
+from edge0_train.objectives.passes import held_out_batches, mean_loss, native_pass
 from edge0_train.report import table
+from edge0_train.run import Run
 from edge0_train.student import PrerouterHeads, StudentPath
+
+
+def train_heads(
+    run: Run, student: Student, heads: PrerouterHeads, objective: Objective, data: TextData
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train `heads` by `objective`, measured before and after: (the loop's summary, `report_heads`).
+
+    Raises Edge0Error unless they end better than every trivial baseline.
+    """
+    held_out = held_out_batches(run.config, student, data.held_out)
+    before = measure_recall(student.path, heads, held_out)
+    result = train(run, run.config.optim, objective)
+    after = measure_recall(student.path, heads, held_out)
+    summary = report_heads(before, after, perplexities(student.path, heads, held_out))
+    check_beats_baselines(run.config, after, len(data.train))
+    return result, summary
 
 
 def perplexities(path: StudentPath, heads: PrerouterHeads, batches: Sequence[Batch]) -> dict[str, float]:

@@ -21,11 +21,9 @@ from edge0_train.adapters import input_path, write_output
 from edge0_train.build import build_student, check_text, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.rows import read_data
-from edge0_train.loop import train
-from edge0_train.measure.head_report import check_beats_baselines, perplexities, report_heads
-from edge0_train.measure.recall import measure_recall
+from edge0_train.measure.head_report import train_heads
 from edge0_train.objectives.heads import head_objective
-from edge0_train.objectives.passes import held_out_batches, student_pass
+from edge0_train.objectives.passes import student_pass
 from edge0_train.plan import Rows, head_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
@@ -49,12 +47,7 @@ def head_refine(config: Config, run: Run) -> dict[str, Any]:
     objective = head_objective(config, student, heads, data.train, student_pass)
     print_plan(config, head_plan(config, student.path, heads, Rows.of_data(data, dropped), FEATURES))
 
-    held_out = held_out_batches(config, student, data.held_out)
-    before = measure_recall(student.path, heads, held_out)
-    result = train(run, config.optim, objective)
-    after = measure_recall(student.path, heads, held_out)
-    summary = report_heads(before, after, perplexities(student.path, heads, held_out))
-    check_beats_baselines(config, after, len(data.train))
+    result, summary = train_heads(run, student, heads, objective, data)
 
     write_output(
         config,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.measure import head_report
 from edge0_train.objectives import heads as objective
 from edge0_train.phases import phase_function
 from edge0_train.run import open_run
@@ -25,9 +25,7 @@ def do(make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """phase, overrides -> its run directory and summary; two steps are enough for the gate against trivial baselines."""
 
     def run(phase: str, *overrides: str) -> tuple[Path, dict[str, Any]]:
-        monkeypatch.setattr(
-            importlib.import_module(f"edge0_train.phases.{phase}"), "check_beats_baselines", lambda *_: None
-        )
+        monkeypatch.setattr(head_report, "check_beats_baselines", lambda *_: None)
         config = make_config(phase, f"run_dir={tmp_path / phase}", *SMALL, *overrides)
         return tmp_path / phase, phase_function(phase)(config, open_run(config))
 
