@@ -1,4 +1,8 @@
-"""Plain files for the contract: read in full or not at all, parsed strictly, replaced in one step."""
+"""Plain files of both packages: whatever a person can hand over is read here, in full or not at all, and parsed strictly.
+
+A reader takes regular files only, up to a size that nature gives its kind, and says in one sentence which file is wrong, why, and
+what to do. Files are replaced in one step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
 import secrets
@@ -15,7 +20,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from edge0_runtime.contract.errors import Edge0Error
+
+MIB = 2**20
+MAX_JSON = 8 * MIB
+"""Of a configuration; a model's config.json has some kilobytes."""
+MAX_INDEX = 32 * MIB
+"""Of a checkpoint's index: some 100 bytes a tensor, 92,000 tensors in the largest that is published."""
+MAX_TOKENIZER = 128 * MIB
+"""Of a tokenizer.json, which the tokenizer's library parses; the largest published ones have 35 MB."""
+MAX_YAML = MIB // 4
+MAX_LINE = 8 * MIB
+"""Of one line of a JSON-lines file."""
+MAX_VALUES = 2_000_000
+"""In one JSON text: what a value costs in memory is many times its three bytes of text."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FAILED = (errno.EIO, errno.EROFS)
@@ -53,6 +73,103 @@ def read_exact(file: io.FileIO, path: Path, offset: int, view: memoryview) -> No
         raise Edge0Error(f"{path}: read at offset {offset} failed: wanted {wanted} bytes, got {got}: {reason}")
 
 
+def read_bytes(path: Path, at_most: int = MAX_JSON) -> bytes:
+    """A file's bytes. Raises Edge0Error: it is no regular file, cannot be read, or has more than `at_most` bytes."""
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            data = b"" if size > at_most else file.read(at_most + 1)
+        except OSError as error:
+            raise Edge0Error(f"{path}: cannot be read: {error.strerror or error}") from error
+    if max(size, len(data)) > at_most:
+        raise Edge0Error(f"{path}: has {size:,} bytes, more than the {at_most:,} of any such file; is it another file?")
+    return data
+
+
+def read_text(path: Path, at_most: int = MAX_JSON) -> str:
+    """A UTF-8 file's text. Raises Edge0Error as `read_bytes`, and where it is not UTF-8."""
+    try:
+        return read_bytes(path, at_most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Edge0Error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def read_json(path: Path, fix: str, at_most: int = MAX_JSON) -> dict[str, Any]:
+    """The object of a strict JSON file (`strict_json`).
+
+    Args:
+        fix: how to get a good one: the end of the sentence "<file>: not strict JSON (...); <fix>".
+
+    Raises Edge0Error as `read_bytes`, and where it is no JSON or no object.
+    """
+    try:
+        value = strict_json(read_bytes(path, at_most))
+    except ValueError as error:
+        raise Edge0Error(f"{path}: not strict JSON ({error}); {fix}") from error
+    if not isinstance(value, dict):
+        raise Edge0Error(f"{path}: not a JSON object but {shown(value)}; {fix}")
+    return value
+
+
+def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of every line of a JSON-lines file, one at a time; blank lines are passed over.
+
+    Raises Edge0Error, naming file and line, as `read_json` does.
+    """
+    with open_regular(path) as raw, io.BufferedReader(raw) as file:
+        for number in itertools.count(1):
+            try:
+                line = file.readline(MAX_LINE + 1)
+            except OSError as error:
+                raise Edge0Error(f"{path}: cannot be read: {error.strerror or error}") from error
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise Edge0Error(f"{path}, line {number}: longer than {MAX_LINE:,} bytes; {fix}")
+            if line.isspace():
+                continue
+            try:
+                value = strict_json(line)
+            except ValueError as error:
+                raise Edge0Error(f"{path}, line {number}: not strict JSON ({error}); {fix}") from error
+            yield number, value
+
+
+def read_yaml(path: Path, fix: str) -> dict[str, Any]:
+    """The mapping of a YAML file, without aliases, duplicate keys or tags of other languages.
+
+    Raises Edge0Error as `read_text`, and where it is no YAML or no mapping.
+    """
+    text = read_text(path, MAX_YAML)
+    try:
+        value = yaml.load(text, _StrictYaml)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise Edge0Error(f"{path}: not plain YAML ({_one_line(error)}); {fix}") from error
+    if not isinstance(value, dict):
+        raise Edge0Error(f"{path}: not a YAML mapping but {shown(value)}; {fix}")
+    return value
+
+
+class _StrictYaml(yaml.SafeLoader):
+    """A few lines of aliases can stand for gigabytes, and of two equal keys one would vanish."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases are not supported")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        twice = sorted(key for key, count in Counter(keys).items() if count > 1)
+        if twice:
+            raise yaml.YAMLError(f"duplicate keys: {', '.join(map(shown, twice))}")
+        return super().construct_mapping(node, deep)
+
+
+def _one_line(error: Exception) -> str:
+    return shown(" ".join(str(error).split()) or type(error).__name__)[1:-1]
+
+
 def sha256_file(path: str | Path) -> str:
     """sha256 of a file's bytes as 64 hexadecimal digits. Raises Edge0Error if it cannot be read."""
     with open_regular(Path(path)) as file:
@@ -75,6 +192,8 @@ def strict_json(text: str | bytes) -> Any:
 
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
+        if sum(map(text.count, ",[{")) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values")
         value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.fields import check_fields, count, flag, layers, positive, text, texts
+from edge0_runtime.contract.files import read_yaml
 from edge0_runtime.contract.heads import HEAD_KINDS, columns, inputs_of
 from edge0_runtime.contract.tier_rules import validate
 from edge0_runtime.contract.timeline import FeatureTopk, FirstToken
@@ -253,10 +252,7 @@ def read_tier(name: str) -> Tier:
     """The built-in tier `name`, or that of a file ending in .yaml. Raises Edge0Error: unknown, unreadable or no tier."""
     if not name.endswith(".yaml"):
         return builtin_tier(name)
-    try:
-        return _tier_of_file(Path(name))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Edge0Error(f"tier: {name} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    return _tier_of_file(Path(name))
 
 
 def builtin_tier(name: str) -> Tier:
@@ -268,7 +264,6 @@ def builtin_tier(name: str) -> Tier:
 
 def _tier_of_file(path: Path) -> Tier:
     """The tier of a YAML file, whose section `settings` is training's (edge0_train/config/tiers.py)."""
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if isinstance(data, dict):
-        data.pop(SETTINGS, None)
+    data = read_yaml(path, "`edge0_runtime tiers 35b` shows a tier's fields")
+    data.pop(SETTINGS, None)
     return Tier.from_dict(data)
