@@ -2,7 +2,8 @@
 
 mlx-lm's blocks come in two kinds. In softmax-top-k families the gate is a linear layer and the block chooses by its
 logits; in sigmoid-group families the gate itself returns experts and weights. Either way one submodule is replaced, and
-what the arm says is what is routed. T tokens, D hidden size, E experts, K experts per token.
+what the arm says is what is routed. A layer's own gate speaks in the model's dtype, as in the base; a prediction stays in
+float32 until experts and weights are chosen, as in training. T tokens, D hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Gate(nn.Module, ABC):
         """[<=2, K], the experts of an own routing at the last two tokens."""
 
     @abstractmethod
-    def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
-        """[T, K], the very experts that a block computing in `dtype` takes by an own routing."""
+    def block_choice(self, own: Routing) -> mx.array:
+        """[T, K], the very experts that the block takes by an own routing."""
 
     @abstractmethod
     def _for_block(self, routing: Routing, x: mx.array) -> Any: ...
@@ -69,17 +70,15 @@ class LogitGate(Gate):
         assert own.logits_TE is not None
         return route(self._tier.router, own.logits_TE.reshape(-1, own.logits_TE.shape[-1])[-2:], self._tier.k)[0]
 
-    def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
+    def block_choice(self, own: Routing) -> mx.array:
         """Resolved by the block's own calls, so that it holds at near-ties too."""
         assert own.logits_TE is not None
-        return block_choice(self._tier.router, own.logits_TE, self._tier.k, dtype)
+        return block_choice(self._tier.router, own.logits_TE, self._tier.k)
 
     def _for_block(self, routing: Routing, x: mx.array) -> mx.array:
         logits = routing.logits_TE
         assert logits is not None
-        if logits.ndim != x.ndim:  # not this gate's own for this very input
-            logits = logits.reshape(*x.shape[:-1], self._tier.num_experts).astype(x.dtype)
-        return within_mass(self._tier.router, logits)
+        return within_mass(self._tier.router, logits.reshape(*x.shape[:-1], self._tier.num_experts))
 
 
 class ChoiceGate(Gate):
@@ -102,8 +101,8 @@ class ChoiceGate(Gate):
         assert own.experts_TK is not None
         return own.experts_TK.reshape(-1, self._tier.k)[-2:]
 
-    def block_choice(self, own: Routing, dtype: mx.Dtype) -> mx.array:
-        """What the gate gave is what the block takes, whatever the dtype."""
+    def block_choice(self, own: Routing) -> mx.array:
+        """What the gate gave is what the block takes."""
         assert own.experts_TK is not None
         return own.experts_TK
 
@@ -122,7 +121,18 @@ def wrap_gate(block: Any, layer: int, tier: Tier, running: Running) -> Gate:
     chooser.norm_topk_prob = tier.router.renormalise and not tier.router.mass_k
     gate = (ChoiceGate if chooses else LogitGate)(block.gate, layer, tier, running)
     block.gate = gate
+    block.__class__ = _keeping_dtype(type(block))
     return gate
+
+
+def _keeping_dtype(block: type[nn.Module]) -> type[nn.Module]:
+    """That class of block, its output in the dtype of its input: the float32 weights of a prediction mix in float32."""
+
+    class Block(block):  # type: ignore[misc,valid-type]  # which class it is, the family says
+        def __call__(self, x: mx.array) -> mx.array:
+            return super().__call__(x).astype(x.dtype)
+
+    return Block
 
 
 def one_token(x: mx.array) -> bool:

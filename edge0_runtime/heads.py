@@ -1,5 +1,7 @@
 """Prerouter heads in MLX (docs/method.md 1.3): all of a tier's, stacked, in one go. They know neither step nor timeline.
 
+They compute in float32 whatever the model computes in, as they were trained: a logit rounded to less chooses other experts.
+
 One function a kind of `contract/heads.py`, the twin of torch's module. Shapes: O owners (those whose next layer is predicted
 first), E experts, D hidden size, W head width, F head input.
 """
@@ -40,21 +42,19 @@ class Heads:
 
     Attributes:
         owners: in the order of the stacks: the owners of the tier's consumers, then those whose output routes nothing.
-        dtype: what they compute in.
     """
 
-    def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray], dtype: mx.Dtype) -> None:
+    def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray]) -> None:
         """`tensors` is the content of the prerouter file."""
         others = (owner for owner in tier.owners if owner + 1 not in tier.consumers)
         self.owners = (*(layer - 1 for layer in tier.consumers), *others)
-        self.dtype = dtype
         self._tier = tier
         self._parts = {part: self._stack(tensors, part) for part in tier.head_parts}
         mx.eval(self._parts)
 
     def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
         stacked = np.stack([tensors[head_key(owner, part)].T for owner in self.owners])
-        return mx.array(stacked).astype(self.dtype)
+        return mx.array(stacked).astype(mx.float32)
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +62,10 @@ class Heads:
         return sum(part.nbytes for part in self._parts.values())
 
     def __call__(self, before: Mapping[str, mx.array], embedding_D: mx.array) -> mx.array:
-        """Router logits [O, E] of the next layers at the next token.
+        """Router logits [O, E] of the next layers at the next token, float32.
 
         Args:
-            before: by the names of `HEAD_INPUTS`, what is of this token: hidden [O, D], routing and previous [O, E].
+            before: by the names of `HEAD_INPUTS`, what is of this token: hidden [O, D], routing and previous [O, E]; float32.
             embedding_D: the base's embedding of the next token; only heads that see the token look at it.
         """
         names = self._tier.head_inputs
@@ -75,10 +75,10 @@ class Heads:
 
     def _token(self, embedding_D: mx.array) -> mx.array:
         """The input `token`, the same for all owners: [O, D]."""
-        token_D = unit_rms(embedding_D).astype(self.dtype)
+        token_D = unit_rms(embedding_D)
         return mx.broadcast_to(token_D, (len(self.owners), *token_D.shape))
 
     def multi_hot(self, indices_OTK: mx.array) -> mx.array:
         """Experts as rows of K ones: [O, T, E]."""
-        zeros_OTE = mx.zeros((*indices_OTK.shape[:-1], self._tier.num_experts), self.dtype)
-        return mx.put_along_axis(zeros_OTE, indices_OTK, mx.array(1.0, self.dtype), axis=-1)
+        zeros_OTE = mx.zeros((*indices_OTK.shape[:-1], self._tier.num_experts))
+        return mx.put_along_axis(zeros_OTE, indices_OTK, mx.array(1.0), axis=-1)

@@ -118,9 +118,7 @@ def _load(
 ) -> Model:
     tier = adapters.tier
     context_length = _context_length(checkpoint)
-    # mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and
-    # slower (docs/parity.md 4). On Metal everything stays as the files have it.
-    float32 = mx.default_device().type == mx.DeviceType.cpu
+    float32 = needs_float32()
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
     modules = dict(network.named_modules())
     if float32:
@@ -157,6 +155,14 @@ def _load(
     return model
 
 
+def needs_float32() -> bool:
+    """Whether the network must compute in float32; else everything stays as the files have it (Metal).
+
+    mlx's CPU kernels accumulate bf16 and fp16 in the low precision: 5 % error per matmul, and slower (docs/parity.md 4).
+    """
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
 def _serve_adapters(network: nn.Module, adapters: Adapters, dtype: mx.Dtype) -> tuple[Heads | None, int, int]:
     """(heads, modules that carry a LoRA now, bytes that both take)."""
     before = network_nbytes(network)
@@ -166,7 +172,7 @@ def _serve_adapters(network: nn.Module, adapters: Adapters, dtype: mx.Dtype) -> 
     adapter_bytes = network_nbytes(network) - before
     if adapters.prerouter is None:
         return None, lora_modules, adapter_bytes
-    heads = Heads(adapters.tier, adapters.prerouter.tensors, dtype)
+    heads = Heads(adapters.tier, adapters.prerouter.tensors)
     return heads, lora_modules, adapter_bytes + heads.nbytes
 
 

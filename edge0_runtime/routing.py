@@ -40,10 +40,10 @@ class Routing:
         return [array for array in (self.logits_TE, self.experts_TK, self.weights_TK) if array is not None]
 
 
-def predicted(router: Router, logits_TE: mx.array, k: int, dtype: mx.Dtype) -> Routing:
-    """The routing that a head's logits are: resolved once, with the very experts that a block computing in `dtype` will take."""
+def predicted(router: Router, logits_TE: mx.array, k: int) -> Routing:
+    """The routing that a head's logits are: resolved once, with the very experts that the block will take."""
     if router.kind == "softmax_topk":
-        return Routing(logits_TE, block_choice(router, logits_TE, k, dtype))
+        return Routing(logits_TE, block_choice(router, logits_TE, k))
     return Routing(logits_TE, *route(router, logits_TE, k))
 
 
@@ -144,13 +144,13 @@ def choice_gap(router: Router, scores_E: np.ndarray, chosen: Collection[int]) ->
     return float(max(gaps, default=0.0))
 
 
-def block_choice(router: Router, logits_TE: mx.array, k: int, dtype: mx.Dtype) -> mx.array:
-    """[T, K] experts that a block computing in `dtype` chooses by predicted logits, by the same calls as there.
+def block_choice(router: Router, logits_TE: mx.array, k: int) -> mx.array:
+    """[T, K] experts that a block chooses by these very logits, by the same calls as there.
 
-    `route` and a block's own softmax differ in rounding where `dtype` isn't fp32, and with it at near-ties.
+    A block's softmax has the dtype of the logits, `route` is in fp32: for logits in less they differ at near-ties.
     """
     if router.kind == "softmax_topk":
-        return _topk(mx.softmax(within_mass(router, logits_TE.astype(dtype)), axis=-1, precise=True), k)
+        return _topk(mx.softmax(within_mass(router, logits_TE), axis=-1, precise=True), k)
     return route(router, logits_TE, k)[0]
 
 

@@ -31,14 +31,15 @@ def random_lora(tier: Tier, seed: int = 2) -> dict[str, np.ndarray]:
     }
 
 
-def write_adapters(directory: Path, tier: Tier) -> None:
-    """Random adapters of `tier`, bound to the base in `directory` and to each other."""
+def write_adapters(directory: Path, tier: Tier, heads: dict[str, np.ndarray] | None = None) -> None:
+    """Random adapters of `tier`, bound to the base in `directory` and to each other; or these heads with a random LoRA."""
     checkpoint = Checkpoint.open(directory)
     provenance = Provenance(
         tool_version="0", commit="test", phases=(), base_fingerprint=checkpoint.fingerprint(),
         tokenizer_hash=checkpoint.tokenizer_hash(), template_hash=checkpoint.template_hash(), teacher=None, data=None,
         prerouter_sha256=None, created="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
-    sha256 = write_adapter(directory / tier.file_name("prerouter"), "prerouter", tier, random_heads(tier), provenance)
+    heads = heads or random_heads(tier)
+    sha256 = write_adapter(directory / tier.file_name("prerouter"), "prerouter", tier, heads, provenance)
     provenance = dataclasses.replace(provenance, prerouter_sha256=sha256)
     write_adapter(directory / tier.file_name("lora"), "lora", tier, random_lora(tier), provenance)

@@ -27,7 +27,8 @@ class Features(NamedTuple):
     """What a pass leaves to the heads, by the names of `HEAD_INPUTS`.
 
     Attributes:
-        hidden: [O, D], the last token's MoE inputs. routing, previous: [O, E], its routing and that of the token before.
+        hidden: [O, D], the last token's MoE inputs. routing, previous: [O, E], its routing and that of the token before. All
+            float32.
     """
 
     hidden: mx.array
@@ -61,7 +62,7 @@ class Prerouter(Lookahead):
         embedding_D = self.parts.embed(coming.token[None])[0]
         features: Features = last.features
         logits_OE = self._heads(features._asdict(), embedding_D)
-        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k, embedding_D.dtype)
+        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k)
         for index, layer in enumerate(self._tier.consumers):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
 
@@ -98,7 +99,7 @@ class Prerouter(Lookahead):
             previous_OE = last.features.routing
         else:
             previous_OE = mx.zeros_like(last_OTE[:, -1])
-        hidden_OD = mx.stack([step.inputs[n].astype(self._heads.dtype) for n in self._heads.owners])
+        hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in self._heads.owners])
         return Features(hidden_OD, last_OTE[:, -1], previous_OE)
 
     def _leaves_features(self, step: Step) -> bool:

@@ -28,7 +28,7 @@ class SameToken(Arm):
             # Before this layer computes: its bytes and the next one's are then read together.
             next_gate = self.parts.gates[above]
             routing = step.foreseen[above] = next_gate.own(x.reshape(-1, x.shape[-1])[-1:])
-            experts_1K = next_gate.block_choice(routing, x.dtype)
+            experts_1K = next_gate.block_choice(routing)
             mx.eval(experts_1K)
             step.stage([above], np.array(experts_1K))
         return step.foreseen.get(gate.layer) or gate.own(x)
