@@ -44,7 +44,8 @@ class Step:
         flushed: the flush before this step has taken place.
         routings: layer -> what routed it.
         inputs: layer -> [D], its MoE input at the last token, where the arm keeps it.
-        own: layer -> [<=2, K], what its own gate chooses at the last two tokens, where the arm keeps it.
+        own: layer -> [<=2, K], what its own gate chooses at the last two tokens, where the arm keeps it; own_by: by which
+            scores, as `Routing.scores`.
         features: what the arm leaves for the next step's foresight.
         logits_V: after the pass's last token.
     """
@@ -67,6 +68,7 @@ class Step:
     ran: dict[int, np.ndarray | mx.array] = field(default_factory=dict)
     inputs: dict[int, mx.array] = field(default_factory=dict)
     own: dict[int, mx.array] = field(default_factory=dict)
+    own_by: dict[int, Callable[[], mx.array] | None] = field(default_factory=dict)
     features: Any = None
     logits_V: mx.array | None = None
 
@@ -117,6 +119,11 @@ class Step:
         return {
             layer: np.array(routing.scores()) for layer, routing in self.routings.items() if routing.scores is not None
         }
+
+
+    def own_scores(self) -> dict[int, np.ndarray]:
+        """Layer -> [E], what the choices in `own` of the last token were made by; for a pass of one token."""
+        return {layer: np.array(scores()) for layer, scores in self.own_by.items() if scores is not None}
 
 
 class Running:

@@ -81,7 +81,8 @@ class Prerouter(Lookahead):
         if layer in self._owners and self._leaves_features(step):
             step.inputs[layer] = x.reshape(-1, x.shape[-1])[-1]
             if self._tier.feature_topk == "teacher":
-                step.own[layer] = gate.choice(gate.own(x) if layer in step.foreseen else routing)
+                own = gate.own(x) if layer in step.foreseen else routing
+                step.own[layer], step.own_by[layer] = gate.choice(own), own.scores
         return routing
 
     def remember(self, step: Step, last: Step | None) -> Features | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from edge0_train.config import Config
 from edge0_train.data.rows import read_data
 from edge0_train.report import print_plan
 from edge0_train.run import Run
-from edge0_train.student import Decoding, generate
+from edge0_train.student import Decoding, StudentPath, generate
 from edge0_train.student.generate import StepRecord
 
 
@@ -91,42 +92,56 @@ def _place_base(base: Path, target: Path, fingerprint: str) -> None:
 
 
 def reference_trace(config: Config, student: Student) -> ReferenceTrace:
-    """Greedy continuations of held-out prompts on the incremental student path, with routed sets and top logits per step."""
-    tier, want = config.tier, config.export
+    """What the student does on held-out prompts, to be replayed by `edge0_runtime verify`."""
+    want = config.export
     data, _ = read_data(config.text.rows, config.text.max_length)
     prompts = [row.prompt_ids for row in data.held_out[: want.trace_prompts]]
-    layers = tier.layout.moe_layers(tier.architecture)
-    experts: list[torch.Tensor] = []
-    logits: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def observe(record: StepRecord) -> None:
-        last = [record.routing.executed[layer][:, -1].sort(-1).values for layer in layers]
-        experts.append(torch.stack(last, 1))
-        logits.append(tuple(record.logits_BV.topk(want.trace_top, dim=-1)))  # type: ignore[arg-type]
-
-    completions = generate(
-        student.path,
-        prompts,
-        Decoding(want.trace_tokens),
-        end_ids=(),  # past the end token too: the comparison wants length
-        pad_id=student.chat.pad_id,
-        observe=observe,
+    traces = prompt_traces(
+        student.path, prompts, tokens=want.trace_tokens, top=want.trace_top, pad_id=student.chat.pad_id
     )
-    experts_BTLK = torch.stack(experts, 1).cpu().numpy().astype(np.int32)
-    values_BTN = torch.stack([values for values, _ in logits], 1).cpu().numpy()
-    ids_BTN = torch.stack([ids for _, ids in logits], 1).cpu().numpy().astype(np.int32)
-    traces = [
-        PromptTrace(
-            np.array(prompt, np.int32), np.array(done.ids, np.int32), experts_BTLK[row], ids_BTN[row], values_BTN[row]
-        )
-        for row, (prompt, done) in enumerate(zip(prompts, completions, strict=True))
-    ]
     assert student.prerouter and student.lora
     return ReferenceTrace(
-        tier=tier.name,
+        tier=config.tier.name,
         base_fingerprint=student.base.fingerprint,
         prerouter_sha256=student.prerouter.sha256,
         lora_sha256=student.lora.sha256,
         compute_dtype=config.base.dtype,
         prompts=tuple(traces),
     )
+
+
+def prompt_traces(
+    path: StudentPath, prompts: Sequence[Sequence[int]], *, tokens: int, top: int, pad_id: int
+) -> list[PromptTrace]:
+    """Greedy continuations of `tokens` tokens on the incremental student path, with routed sets and `top` logits per step."""
+    tier = path.tier
+    layers = tier.layout.moe_layers(tier.architecture)
+    experts: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
+    logits: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def observe(record: StepRecord) -> None:
+        last = [record.routing.executed[layer][:, -1].sort(-1).values for layer in layers]
+        experts.append(torch.stack(last, 1))
+        if record.routing.own:  # the first step's heads see the prompt's last position but one as well
+            chosen = [record.routing.own[owner][:, -2 if record.step == 0 else -1 :] for owner in tier.owners]
+            own.append(torch.stack(chosen, 2).sort(-1).values)
+        logits.append(tuple(record.logits_BV.topk(top, dim=-1)))  # type: ignore[arg-type]
+
+    # end_ids: past the end token too, since the comparison wants length
+    completions = generate(path, prompts, Decoding(tokens), end_ids=(), pad_id=pad_id, observe=observe)
+    experts_BTLK = torch.stack(experts, 1).cpu().numpy().astype(np.int32)
+    values_BTN = torch.stack([values for values, _ in logits], 1).cpu().numpy()
+    ids_BTN = torch.stack([ids for _, ids in logits], 1).cpu().numpy().astype(np.int32)
+    own_BSOK = torch.cat(own, 1).cpu().numpy().astype(np.int32) if own else None
+    return [
+        PromptTrace(
+            np.array(prompt, np.int32),
+            np.array(done.ids, np.int32),
+            experts_BTLK[row],
+            ids_BTN[row],
+            values_BTN[row],
+            None if own_BSOK is None else own_BSOK[row, -(tokens + (len(prompt) > 1)) :],
+        )
+        for row, (prompt, done) in enumerate(zip(prompts, completions, strict=True))
+    ]

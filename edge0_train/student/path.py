@@ -63,6 +63,7 @@ class RoutingPass:
         features: {owner: [B, T, F]}; what its head sees to predict layer owner + 1 at input t. router_logits: {layer: [B, T,
             E]}; every router's own. Both at the same t, so that a head's target needs no shift.
         executed: {layer: int64 [B, T, K]}; the experts that ran.
+        own: {owner: int64 [B, T, K]}; what its own gate chose, where that is a feature of its head (`feature_topk: teacher`).
         predictions: {owner: [B, T, E]}; its head's logits for layer owner + 1 at input t.
     """
 
@@ -77,6 +78,7 @@ class RoutingPass:
     features: dict[int, torch.Tensor] = field(default_factory=dict)
     router_logits: dict[int, torch.Tensor] = field(default_factory=dict)
     executed: dict[int, torch.Tensor] = field(default_factory=dict)
+    own: dict[int, torch.Tensor] = field(default_factory=dict)
     predictions: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -203,6 +205,8 @@ class StudentPath:
                 self._publish(layer, args[0], one_hot_source, routing, keep=not recomputing)
             if not recomputing:
                 routing.executed[layer] = indices_NK.unflatten(0, self._batch_shape)
+                if is_owner and self.tier.feature_topk == "teacher":
+                    routing.own[layer] = own_NK.unflatten(0, self._batch_shape)
                 if routing.capture or routing.keep_logits:
                     routing.router_logits[layer] = logits_NE.float().unflatten(0, self._batch_shape)
             return logits_NE, weights_NK.to(output[1].dtype), indices_NK

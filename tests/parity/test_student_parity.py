@@ -16,7 +16,8 @@ from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
 from edge0_train.base import load_base, quantize_checkpoint
-from edge0_train.student import Decoding, PrerouterHeads, StudentPath, add_lora, generate, load_lora
+from edge0_train.phases.export import prompt_traces
+from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
 from tests.random_adapters import write_adapters
 from tests.tiny_ling import publish
 from tests.twins import TWINS
@@ -59,26 +60,6 @@ def student(directory: Path, tier: Tier) -> StudentPath:
     return StudentPath(model, tier, heads)
 
 
-def decode(path: StudentPath, prompts: list[list[int]]) -> list[PromptTrace]:
-    """Greedy, batched and ragged: everything of every step."""
-    layers = path.tier.layout.moe_layers(path.tier.architecture)
-    experts: list[torch.Tensor] = []
-    logits: list[torch.return_types.topk] = []
-
-    def observe(record: Any) -> None:
-        experts.append(torch.stack([record.routing.executed[n][:, -1].sort(-1).values for n in layers], 1))
-        logits.append(record.logits_BV.topk(TOP, -1))
-
-    done = generate(path, prompts, Decoding(STEPS), end_ids=(), pad_id=0, observe=observe)
-    experts_BTLK = torch.stack(experts, 1).numpy().astype(np.int32)
-    ids_BTN = torch.stack([row.indices for row in logits], 1).numpy().astype(np.int32)
-    values_BTN = torch.stack([row.values for row in logits], 1).numpy()
-    return [
-        PromptTrace(np.array(p, np.int32), np.array(c.ids, np.int32), experts_BTLK[i], ids_BTN[i], values_BTN[i])
-        for i, (p, c) in enumerate(zip(prompts, done, strict=True))
-    ]
-
-
 @pytest.mark.parametrize(("family", "first_token", "feature_topk", "token_aware"), CASES)
 def test_parallel_equals_incremental_equals_served(
     bases: dict[str, Path], family: str, first_token: str, feature_topk: str, token_aware: bool
@@ -100,7 +81,7 @@ def assert_equal(base: Path, tier: Tier) -> list[PromptTrace]:
     path = student(base, tier)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 384, size=n).tolist() for n in LENGTHS]
-    traces = decode(path, prompts)
+    traces = prompt_traces(path, prompts, tokens=STEPS, top=TOP, pad_id=0)  # batched and ragged
 
     for prompt, trace in zip(prompts, traces, strict=True):
         ids = torch.tensor([[*prompt, *trace.generated_ids_T[:-1].tolist()]])
@@ -113,6 +94,10 @@ def assert_equal(base: Path, tier: Tier) -> list[PromptTrace]:
             [routing.executed[n][0, len(prompt) - 1 :].sort(-1).values for n in sorted(routing.executed)], 1
         )
         assert np.array_equal(executed.numpy(), trace.experts_TLK)
+        assert (trace.own_SOK is None) == (tier.feature_topk == "executed")
+        if trace.own_SOK is not None:
+            own = torch.stack([routing.own[n][0].sort(-1).values for n in tier.owners], 1)
+            assert np.array_equal(own[max(0, len(prompt) - 2) :].numpy(), trace.own_SOK)
         assert logits_TV.argmax(-1).tolist() == trace.generated_ids_T.tolist()
         top = logits_TV.gather(-1, torch.from_numpy(trace.logits_ids_TN).long()).numpy()
         np.testing.assert_allclose(top, trace.logits_values_TN, rtol=0, atol=2e-4)
