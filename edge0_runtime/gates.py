@@ -130,7 +130,8 @@ def _keeping_dtype(block: type[nn.Module]) -> type[nn.Module]:
 
     class Block(block):  # type: ignore[misc,valid-type]  # which class it is, the family says
         def __call__(self, x: mx.array) -> mx.array:
-            return super().__call__(x).astype(x.dtype)
+            output: mx.array = super().__call__(x)
+            return output.astype(x.dtype)
 
     return Block
 

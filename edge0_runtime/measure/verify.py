@@ -270,9 +270,10 @@ def _differences(
     sets = {layer: (set(expected[layer].tolist()), set(actual[layer].tolist())) for layer in sorted(expected)}
     differing = {layer: (one, other) for layer, (one, other) in sets.items() if one != other}
     by = scores() if differing else {}
-    found = []
+    found, router = [], engine.model.tier.router
     for layer, (wanted, got) in differing.items():
-        gap = max(choice_gap(engine.model.tier.router, by[layer], chosen) for chosen in (wanted, got))
+        same_size = len(wanted) == len(got)  # else no scores choose so
+        gap = max(choice_gap(router, by[layer], chosen) for chosen in (wanted, got)) if same_size else float("inf")
         only_wanted, only_got = tuple(sorted(wanted - got)), tuple(sorted(got - wanted))
         found.append(RoutingDifference(row, _moe_layers(engine).index(layer), only_wanted, only_got, gap, own))
     return found

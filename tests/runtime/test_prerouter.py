@@ -170,6 +170,31 @@ def test_the_rules_differ_where_they_should(
             assert not np.array_equal(one, other)
 
 
+@pytest.mark.parametrize("first_token", ["gate", "predicted"])
+@pytest.mark.parametrize("cut", [(1,), (1, 1), (6, 1), (3, 3, 1), (3, 4)], ids=str)
+def test_a_pass_of_one_token_is_still_the_prompt(
+    make_dir: Callable[..., Path], prompts: list[list[int]], first_token: str, cut: tuple[int, ...]
+) -> None:
+    """A prompt of one token, or a last chunk of one: own gates, and the rule of the first token counts from there."""
+    with Engine.load(make_dir(first_token=first_token), lora=False) as engine:
+        sequence, ids = Sequence(engine.model), iter(prompts[2])
+        for chunk in cut:
+            sequence.prefill([next(ids) for _ in range(chunk)], last=True)
+            assert sequence.last is not None and not sequence.last.foreseen
+            assert (sequence.last.features is None) == (first_token == "gate")
+        before_OE = None if sequence.last.features is None else np.array(sequence.last.features.previous)
+        if before_OE is not None:  # the token before may lie in another chunk, or nowhere
+            assert (before_OE.sum(axis=-1) == (0 if cut == (1,) else engine.model.tier.k)).all()
+        predicted = []
+        for token in (5, 80, 7):
+            sequence.decode(token)
+            predicted.append(sorted(sequence.last.foreseen))
+            if before_OE is None:  # and what the prompt routed to is never seen
+                before_OE = np.array(sequence.last.features.previous)
+                assert not before_OE.any()
+        assert predicted == [[] if first_token == "gate" else [1, 2], [1, 2], [1, 2]]
+
+
 def test_only_consumers_follow_the_heads(make_dir: Callable[..., Path], prompts: list[list[int]]) -> None:
     """Step 1 is the first predicted one; layers 0 and 3 keep their gates, whatever owner 2's head says."""
     with Engine.load(make_dir(), lora=False) as engine:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +29,30 @@ def engine(tiny_dir: Path) -> Iterator[Engine]:
 @pytest.fixture
 def trace(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> ReferenceTrace:
     """What the engine itself does, through the file format."""
+    reference = record(engine, prompts[1:])
+    path = tmp_path / "verify_edge0_tiny.safetensors"
+    write_trace(path, reference, engine.model.tier)
+    return read_trace(path, engine.model.tier)
+
+
+def own_choices(engine: Engine, multi_hot_OE: Any) -> np.ndarray:
+    """[O, K] of the tier's owners, from what their heads see."""
+    assert engine.model.heads is not None
+    seen = dict(zip(engine.model.heads.owners, np.array(multi_hot_OE), strict=True))
+    return np.stack([np.flatnonzero(seen[owner]) for owner in engine.model.tier.owners])
+
+
+def record(engine: Engine, prompts: list[list[int]]) -> ReferenceTrace:
+    """What the engine does, as an export would say it."""
     recorded = []
-    for prompt in prompts[1:]:
-        steps = list(engine.generate(prompt, max_tokens=6, ignore_eos=True, trace=True))
+    for prompt in prompts:
+        steps, own = [], []
+        for step in engine.generate(prompt, max_tokens=6, ignore_eos=True, trace=True):
+            steps.append(step)
+            features = engine.sequence.last.features  # type: ignore[union-attr]
+            if features is not None:
+                own += [own_choices(engine, features.previous)] * (step.index == 0 and len(prompt) > 1)
+                own.append(own_choices(engine, features.routing))
         logits_TV = np.stack([step.logits for step in steps])
         order_TN = np.argsort(-logits_TV, axis=-1, kind="stable")[:, :TOP].astype(np.int32)
         recorded.append(
@@ -40,10 +62,11 @@ def trace(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> Reference
                 experts_TLK=np.stack([step.experts for step in steps]).astype(np.int32),
                 logits_ids_TN=order_TN,
                 logits_values_TN=np.take_along_axis(logits_TV, order_TN, axis=-1),
+                own_SOK=np.stack(own) if engine.model.tier.feature_topk == "teacher" else None,
             )
         )
     model = engine.model
-    reference = ReferenceTrace(
+    return ReferenceTrace(
         tier=model.tier.name,
         base_fingerprint=model.identity.fingerprint,
         prerouter_sha256=model.identity.prerouter_sha256,
@@ -51,9 +74,6 @@ def trace(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> Reference
         compute_dtype="float32",
         prompts=tuple(recorded),
     )
-    path = tmp_path / "verify_edge0_tiny.safetensors"
-    write_trace(path, reference, model.tier)
-    return read_trace(path, model.tier)
 
 
 def change(trace: ReferenceTrace, **fields: np.ndarray) -> ReferenceTrace:
