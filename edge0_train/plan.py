@@ -20,7 +20,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.base import transformers_module
 from edge0_train.base.packed import unpacked_numel
 from edge0_train.config import Config, Optim
-from edge0_train.data.rows import TextData, TextRow, read_data
+from edge0_train.data.rows import TextData, TextRow, text_of
 from edge0_train.losses import CHUNK
 from edge0_train.student import PrerouterHeads, StudentPath
 
@@ -58,7 +58,7 @@ class Rows:
     def planned(cls, config: Config) -> Rows:
         """For a dry run: the rows of text.rows if they are there, else the most that configuration allows."""
         if (Path(config.text.rows) / "card.json").is_file():
-            data, dropped = read_data(config.text.rows, config.text.max_length)
+            data, dropped = text_of(config)
             return cls.of_data(data, dropped)
         longest = config.text.max_length - 1
         labels = float(min(longest, config.sample.max_new_tokens))
@@ -66,7 +66,7 @@ class Rows:
 
     @classmethod
     def of_data(cls, data: TextData, dropped: Mapping[str, int]) -> Rows:
-        """Of what `read_data` returns."""
+        """Of what `text_of` returns."""
         return cls.of(data.train, len(data.held_out), dropped)
 
 

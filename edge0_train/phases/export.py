@@ -27,7 +27,7 @@ from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_tra
 from edge0_train.adapters import describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
 from edge0_train.config import Config
-from edge0_train.data.rows import read_data
+from edge0_train.data.rows import text_of
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.student import Decoding, generate
@@ -93,7 +93,7 @@ def _place_base(base: Path, target: Path, fingerprint: str) -> None:
 def reference_trace(config: Config, student: Student) -> ReferenceTrace:
     """Greedy continuations of held-out prompts on the incremental student path, with routed sets and top logits per step."""
     tier, want = config.tier, config.export
-    data, _ = read_data(config.text.rows, config.text.max_length)
+    data, _ = text_of(config)
     prompts = [row.prompt_ids for row in data.held_out[: want.trace_prompts]]
     layers = tier.layout.moe_layers(tier.architecture)
     experts: list[torch.Tensor] = []
