@@ -36,9 +36,12 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """All that the model may see of it: what tells prompts apart, and train from held-out."""
-        seen: Any = [self.messages, self.tools] if self.tools else self.messages
-        return json.dumps(seen, ensure_ascii=False)
+        """All that the model may see of it: what tells prompts apart, and train from held-out.
+
+        The order of fields is the file format's, so it does not count; role and content come first, as they always have.
+        """
+        turns = [{"role": turn["role"], "content": turn["content"], **_sorted(turn)} for turn in self.messages]
+        return json.dumps([turns, _sorted(list(self.tools))] if self.tools else turns, ensure_ascii=False)
 
 
 def read_prompt(row: Any, column: str = "") -> tuple[Prompt, list[str]]:
@@ -73,6 +76,12 @@ def read_prompt(row: Any, column: str = "") -> tuple[Prompt, list[str]]:
     except UnicodeEncodeError:
         raise Refused("text that is no Unicode (half a surrogate pair)") from None
     return prompt, passed_over
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _sorted(value[name]) for name in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def _message(message: Any) -> dict[str, Any]:
