@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from edge0_runtime.contract.artifacts import Adapter
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.adapters import BaseInfo, base_info, read_input
+from edge0_train.adapters import BaseInfo, base_info, input_path, read_input
 from edge0_train.base import load_base
 from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import DTYPES, EXPERTS, empty_model
@@ -109,7 +109,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def input_identity(config: Config) -> dict[str, Any]:
-    """What a run is made from, for its inputs.json: the base, and the teacher or else the rows that a teacher wrote.
+    """What a run is made from, for its inputs.json: base, adapters, and the teacher or else the rows that a teacher wrote.
 
     Fingerprints cover names, shapes and the ends of all tensors (`Checkpoint.fingerprint`); an adapter's provenance has the
     sha256 of the teacher's whole files. The base is null before phase=quantize.
@@ -136,7 +136,17 @@ def input_identity(config: Config) -> dict[str, Any]:
     else:
         card = read_card(config.text.rows)
         made_from = {"text": {"fingerprint": card["fingerprint"], "teacher": card.get("teacher")}}
-    return {"base": base, **made_from}
+    adapters = {kind: _hash_input(config, kind) for kind in STARTS_FROM.get(config.phase, ())}
+    return {"base": base, **made_from, **adapters}
+
+
+STARTS_FROM: dict[str, tuple[Kind, ...]] = {"head_refine": ("prerouter",), "student_sft": KINDS, "on_policy": KINDS}
+"""The adapters that a phase goes on from."""
+
+
+def _hash_input(config: Config, kind: Kind) -> str | None:
+    adapter = read_input(config, kind, input_path(config, kind))
+    return adapter.sha256 if adapter else None
 
 
 def check_text(config: Config, student: Student, data: TextData) -> None:

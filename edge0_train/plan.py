@@ -36,6 +36,7 @@ class Rows:
     Attributes:
         train, held_out: how many. dropped: {reason: how many}.
         mean, longest: inputs a row. labels: mean number of a row's tokens that the loss is summed over.
+        writer: the teacher that wrote them, as their card says.
         assumed: there is no text yet (a dry run): every row is taken to be as long as text.max_length.
     """
 
@@ -45,6 +46,7 @@ class Rows:
     labels: float
     longest: int
     dropped: Mapping[str, int]
+    writer: str = ""
     assumed: bool = False
 
     @classmethod
@@ -67,7 +69,7 @@ class Rows:
     @classmethod
     def of_data(cls, data: TextData, dropped: Mapping[str, int]) -> Rows:
         """Of what `text_of` returns."""
-        return cls.of(data.train, len(data.held_out), dropped)
+        return dataclasses.replace(cls.of(data.train, len(data.held_out), dropped), writer=data.teacher.id)
 
 
 def training_plan(
@@ -127,7 +129,8 @@ def describe_rows(rows: Rows) -> str:
     if rows.assumed:
         return f"no text yet: {rows.train:,} train rows of text.max_length assumed"
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items()) or "none"
-    return f"{rows.train:,} train, {rows.held_out:,} held out (dropped: {dropped})"
+    writer = f"; written by {rows.writer}" if rows.writer else ""
+    return f"{rows.train:,} train, {rows.held_out:,} held out (dropped: {dropped}){writer}"
 
 
 def describe_step(rows: Rows, optim: Optim) -> str:
