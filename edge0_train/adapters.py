@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,16 +95,19 @@ def write_output(
     data: DataSource,
     parents: Mapping[str, Adapter | None],
     prerouter_sha256: str | None = None,
+    teacher: Teacher | None = None,
 ) -> str:
     """Write this phase's adapter into its run directory, with the chain of phases that led to it; returns its sha256.
 
-    `result` is the loop's summary: its steps, tokens and final numbers go into the chain. `prerouter_sha256` binds a LoRA to
-    the heads that it is to be served with.
+    Args:
+        result: the loop's summary: its steps, tokens and final numbers go into the chain.
+        teacher: who wrote the rows or scored them; not who was configured.
+        prerouter_sha256: binds a LoRA to the heads that it is to be served with.
     """
     path = Path(config.run_dir) / config.tier.file_name(kind)
     state = PartialState()
     if state.is_main_process:
-        provenance = _provenance(config, base, result, data, parents, prerouter_sha256)
+        provenance = _provenance(config, base, result, data, parents, prerouter_sha256, teacher)
         write_adapter(path, kind, config.tier, tensors, provenance)
     state.wait_for_everyone()
     return sha256_file(path)
@@ -118,6 +120,7 @@ def _provenance(
     data: DataSource,
     parents: Mapping[str, Adapter | None],
     prerouter_sha256: str | None,
+    teacher: Teacher | None,
 ) -> Provenance:
     """The record of `write_output`'s arguments."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -143,17 +146,11 @@ def _provenance(
         base_fingerprint=base.fingerprint,
         tokenizer_hash=base.tokenizer_hash,
         template_hash=base.template_hash,
-        teacher=Teacher(Path(config.teacher.directory).name, _teacher_revision(config.teacher.directory)),
+        teacher=teacher,
         data=data,
         prerouter_sha256=prerouter_sha256,
         created=now,
     )
-
-
-@functools.cache
-def _teacher_revision(directory: str) -> str:
-    """Hash of the teacher's weight files: tens of GB for a real one, so once a process, however many files are written."""
-    return hash_files(sorted(Path(directory).glob("*.safetensors")))
 
 
 def hash_files(paths: Sequence[Path]) -> str:

@@ -1,8 +1,7 @@
-"""From a configuration to the objects of a phase: chat, base, student, adapters, provenance."""
+"""From a configuration to the objects of a phase: chat, base, student, adapters, and what a run is made from."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,25 +10,21 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from edge0_runtime.contract.artifacts import Adapter
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
 from edge0_runtime.contract.binding import check_binding
-from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import sha256_file, strict_json
-from edge0_train.adapters import BaseInfo, base_info, read_input
-from edge0_train.base import load_base, load_teacher
+from edge0_train.adapters import BaseInfo, base_info, input_path, read_input
+from edge0_train.base import load_base
 from edge0_train.base.layout import pack_sketch
-from edge0_train.base.load import empty_model
-from edge0_train.base.names import mlx_config
+from edge0_train.base.load import DTYPES, EXPERTS, empty_model
+from edge0_train.base.names import read_model_config
 from edge0_train.base.weights import Residency
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
-from edge0_train.data.rows import TextData
+from edge0_train.data.rows import TextData, read_card
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
-
-EXPERTS = "grouped_mm"
-"""transformers' expert kernel: the fastest on CPU and CUDA at training shapes, and at decoding's on CPU (docs/parity.md 6)."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from edge0_train.teacher import check_teacher
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,7 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
-    try:
-        found = mlx_config(layout, strict_json(file.read_bytes()))
-    except (ValueError, AttributeError, KeyError) as error:
-        raise Edge0Error(f"{file}: not a model's config.json ({error}); download it again") from error
+    found = read_model_config(file, layout)
     described = Checkpoint(file.parent, found, {})
     described.check_architecture(config.tier)
     model = empty_model(described.text_config(), layout, DTYPES[config.base.dtype])
@@ -116,30 +108,11 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
             module.training = True  # transformers asks for it; what is inside the layer stays in eval mode
 
 
-def build_teacher(config: Config) -> StudentPath:
-    """The teacher, native at its published K; tokenizer and end tokens must be the base's.
-
-    Raises Edge0Error naming its weights that are not finite: a NaN there would show as text, or as a loss, much later.
-    """
-    check_tokenizer(config)
-    model: PreTrainedModel = load_teacher(
-        config.teacher.directory, dtype=DTYPES[config.base.dtype], device=config.base.device
-    )
-    broken = [name for name, value in model.named_parameters() if not value.isfinite().all()]
-    if broken:
-        raise Edge0Error(
-            f"teacher.directory: {config.teacher.directory} has values that are not finite in {len(broken)} tensors"
-            f" ({', '.join(broken[:3])}); download it again"
-        )
-    model.set_experts_implementation(EXPERTS)
-    return StudentPath(model, dataclasses.replace(config.tier, router=config.tier.router.plain))
-
-
 def input_identity(config: Config) -> dict[str, Any]:
-    """What a training run is made from, for its inputs.json: base, tokenizer, chat template, teacher.
+    """What a run is made from, for its inputs.json: base, adapters, and the teacher or else the rows that a teacher wrote.
 
     Fingerprints cover names, shapes and the ends of all tensors (`Checkpoint.fingerprint`); an adapter's provenance has the
-    sha256 of the teacher's whole files. The base is null before phase=quantize, a teacher without weights here has none.
+    sha256 of the teacher's whole files. The base is null before phase=quantize.
     """
     base = None
     if config.phase != "teacher_text":
@@ -149,50 +122,50 @@ def input_identity(config: Config) -> dict[str, Any]:
             "tokenizer_sha256": info.tokenizer_hash,
             "template_sha256": info.template_hash,
         }
-    directory = Path(config.teacher.directory)
-    teacher: dict[str, Any] = {"name": directory.name, "fingerprint": None}
-    if any(directory.glob(SHARD_PATTERN)):
-        checkpoint = Checkpoint.open(directory)
-        teacher |= {
-            "fingerprint": checkpoint.fingerprint(),
-            "tokenizer_sha256": hash_tokenizer(str(directory)),
-            "template_sha256": checkpoint.template_hash(),
+    if config.phase in ("teacher_text", "on_policy"):
+        check_teacher(config)
+        teacher = Checkpoint.open(config.teacher.directory)
+        made_from = {
+            "teacher": {
+                "name": teacher.directory.name,
+                "fingerprint": teacher.fingerprint(),
+                "tokenizer_sha256": teacher.tokenizer_hash(),
+                "template_sha256": teacher.template_hash(),
+            }
         }
-    return {"base": base, "teacher": teacher}
+    else:
+        card = read_card(config.text.rows)
+        made_from = {"text": {"fingerprint": card["fingerprint"], "teacher": card.get("teacher")}}
+    adapters = {kind: _hash_input(config, kind) for kind in STARTS_FROM.get(config.phase, ())}
+    return {"base": base, **made_from, **adapters}
 
 
-def check_tokenizer(config: Config) -> None:
-    """Raise Edge0Error unless teacher and base (as soon as there is one) share one tokenizer and its end tokens."""
-    teacher_hash = hash_tokenizer(config.teacher.directory)
-    if not Path(config.base.directory).exists():
-        return
-    base_hash = base_info(config).tokenizer_hash
-    if teacher_hash != base_hash:
-        raise Edge0Error(
-            f"teacher.directory: tokenizer.json of {config.teacher.directory} ({teacher_hash[:12]}) is not the base's"
-            f" ({base_hash[:12]}); teacher and student must share one tokenizer"
-        )
-    teacher_ends, base_ends = Chat(config.teacher.directory).end_ids, Chat(config.base.directory).end_ids
-    if teacher_ends != base_ends:
-        raise Edge0Error(
-            f"teacher.directory: end tokens {teacher_ends} of {config.teacher.directory} are not the base's {base_ends};"
-            " give both the same eos_token_id in generation_config.json"
-        )
+STARTS_FROM: dict[str, tuple[Kind, ...]] = {"head_refine": ("prerouter",), "student_sft": KINDS, "on_policy": KINDS}
+"""The adapters that a phase goes on from."""
+
+
+def _hash_input(config: Config, kind: Kind) -> str | None:
+    adapter = read_input(config, kind, input_path(config, kind))
+    return adapter.sha256 if adapter else None
 
 
 def check_text(config: Config, student: Student, data: TextData) -> None:
-    """Raise Edge0Error if the rows were written with another tokenizer than the base's (cards of old have no hash)."""
-    found = data.card.get("tokenizer_sha256", student.base.tokenizer_hash)
-    if found != student.base.tokenizer_hash:
-        raise Edge0Error(
-            f"text.rows: {config.text.rows} was written with another tokenizer ({found[:12]}) than the base's"
-            f" ({student.base.tokenizer_hash[:12]}); run phase=teacher_text again with a teacher that shares it"
+    """Raise Edge0Error if the rows were written with another tokenizer or chat template than the base's.
+
+    Cards of old have no hashes, and name no teacher: that is said.
+    """
+    for what, key, ours in (
+        ("tokenizer", "tokenizer_sha256", student.base.tokenizer_hash),
+        ("chat template", "template_sha256", student.base.template_hash),
+    ):
+        found = data.card.get(key, ours)
+        if found != ours:
+            raise Edge0Error(
+                f"text.rows: {config.text.rows} was written with another {what} ({str(found)[:12]}) than the base's"
+                f" ({str(ours)[:12]}); run phase=teacher_text again with a teacher that shares it"
+            )
+    if "teacher" not in data.card:
+        print(
+            f"text.rows: the card of {config.text.rows} is an older version's and names no teacher; provenance will say"
+            f" {data.teacher.id!r}"
         )
-
-
-def hash_tokenizer(directory: str) -> str:
-    """sha256 of tokenizer.json. Raises Edge0Error when it is missing."""
-    file = Path(directory) / "tokenizer.json"
-    if not file.is_file():
-        raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
-    return sha256_file(file)

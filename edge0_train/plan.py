@@ -20,7 +20,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.base import transformers_module
 from edge0_train.base.packed import unpacked_numel
 from edge0_train.config import Config, Optim
-from edge0_train.data.rows import TextData, TextRow, read_data
+from edge0_train.data.rows import TextData, TextRow, text_of
 from edge0_train.losses import CHUNK
 from edge0_train.student import PrerouterHeads, StudentPath
 
@@ -36,6 +36,7 @@ class Rows:
     Attributes:
         train, held_out: how many. dropped: {reason: how many}.
         mean, longest: inputs a row. labels: mean number of a row's tokens that the loss is summed over.
+        writer: the teacher that wrote them, as their card says.
         assumed: there is no text yet (a dry run): every row is taken to be as long as text.max_length.
     """
 
@@ -45,6 +46,7 @@ class Rows:
     labels: float
     longest: int
     dropped: Mapping[str, int]
+    writer: str = ""
     assumed: bool = False
 
     @classmethod
@@ -58,7 +60,7 @@ class Rows:
     def planned(cls, config: Config) -> Rows:
         """For a dry run: the rows of text.rows if they are there, else the most that configuration allows."""
         if (Path(config.text.rows) / "card.json").is_file():
-            data, dropped = read_data(config.text.rows, config.text.max_length)
+            data, dropped = text_of(config)
             return cls.of_data(data, dropped)
         longest = config.text.max_length - 1
         labels = float(min(longest, config.sample.max_new_tokens))
@@ -66,8 +68,8 @@ class Rows:
 
     @classmethod
     def of_data(cls, data: TextData, dropped: Mapping[str, int]) -> Rows:
-        """Of what `read_data` returns."""
-        return cls.of(data.train, len(data.held_out), dropped)
+        """Of what `text_of` returns."""
+        return dataclasses.replace(cls.of(data.train, len(data.held_out), dropped), writer=data.teacher.id)
 
 
 def training_plan(
@@ -127,7 +129,8 @@ def describe_rows(rows: Rows) -> str:
     if rows.assumed:
         return f"no text yet: {rows.train:,} train rows of text.max_length assumed"
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items()) or "none"
-    return f"{rows.train:,} train, {rows.held_out:,} held out (dropped: {dropped})"
+    writer = f"; written by {rows.writer}" if rows.writer else ""
+    return f"{rows.train:,} train, {rows.held_out:,} held out (dropped: {dropped}){writer}"
 
 
 def describe_step(rows: Rows, optim: Optim) -> str:

@@ -163,11 +163,11 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises Edge0Error that says what of an unsupported one is there and what is missing."""
+    for layout in families():
+        if layout.describes(config):
+            return layout
     text = config.get("text_config")
     kinds = [config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None]
-    for layout in families():
-        if layout.hf_model_type in kinds or layout.name in kinds:
-            return layout
     kind = next((kind for kind in kinds if isinstance(kind, str)), None)
     if kind is None:
         raise Edge0Error("config.json: names no model_type; it is not a transformers or MLX model's")

@@ -35,6 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("data",),  # text rows; they are written by a student or teacher
         ("losses", "loop"),
         ("adapters", "plan"),  # files between phases; what is said before step 1
+        ("teacher",),  # which one fits, and what it is called
         ("build", "synthetic", "propose"),  # from settings to models
         ("objectives",),
         ("measure",),

@@ -145,18 +145,28 @@ class Checkpoint:
         return text if isinstance(text, dict) else self.config
 
     def check_architecture(self, tier: Tier) -> None:
-        """Raise one Edge0Error listing every field that config.json has otherwise than the tier.
+        """Raise one Edge0Error listing every field that config.json has otherwise than the tier (`differences`)."""
+        raise_problems(
+            f"{self.directory}: not the base of tier {tier.name} ({tier.model})",
+            self.differences(tier).values(),
+            "choose the matching tier or base",
+        )
+
+    def differences(self, tier: Tier) -> dict[str, str]:
+        """{field: sentence} of every field that config.json has otherwise than the tier.
 
         The fields are those of `tier.architecture`, and of its router where config.json decides how the
         layers' own gates choose (sigmoid_group).
         """
         config, layout = self.text_config(), tier.layout
         wanted = dict.fromkeys(layout.optional) | dict(tier.architecture)
-        problems = []
+        found = {}
         if tier.router.kind == layout.router_kind:
             wanted |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
         else:
-            problems.append(f"router.kind: tier {tier.name} has {tier.router.kind}, {tier.family} routes otherwise")
+            found["router.kind"] = (
+                f"router.kind: tier {tier.name} has {tier.router.kind}, {tier.family} routes otherwise"
+            )
         if layout.renormalises in config:
             wanted[layout.renormalises] = tier.router.renormalise
         for field, expected in wanted.items():
@@ -164,12 +174,8 @@ class Checkpoint:
             if field in layout.derived:
                 actual = layout.derived[field](config, actual)
             if actual != expected:
-                problems.append(f"{field}: tier {tier.name} has {expected}, config.json has {actual}")
-        raise_problems(
-            f"{self.directory}: not the base of tier {tier.name} ({tier.model})",
-            problems,
-            "choose the matching tier or base",
-        )
+                found[field] = f"{field}: tier {tier.name} has {expected}, config.json has {actual}"
+        return found
 
 
 def _json_object(path: Path, problems: list[str]) -> dict[str, Any]:

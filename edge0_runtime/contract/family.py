@@ -139,6 +139,12 @@ class Family:
         paths = (self.experts, *self.other_experts)
         return tuple(f"{self.layer_path(layer)}.{path}.{projection}.{part}" for path in paths)
 
+    def describes(self, config: Config) -> bool:
+        """Whether a config.json is of a model of this family, whoever wrote it."""
+        text = config.get("text_config")
+        kinds = config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None
+        return self.hf_model_type in kinds or self.name in kinds
+
     def config_value(self, config: Config, name: str, default: Any) -> Any:
         """An architecture field in the text part of a config.json, whoever saved it; `default` if it has none."""
         alias = self.aliases.get(name, name)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import secrets
 import stat
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,28 +112,48 @@ def read_json(path: Path, fix: str, at_most: int = MAX_JSON) -> dict[str, Any]:
     return value
 
 
-def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of every line of a JSON-lines file, one at a time; blank lines are passed over.
+def read_json_lines(path: Path, fix: str, bad: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of every line of a JSON-lines file (.gz: compressed), one at a time; blank lines are passed over.
 
-    Raises Edge0Error, naming file and line, as `read_json` does.
+    Args:
+        bad: told the number of a line that is no strict JSON, and why; the line is passed over then.
+
+    Raises Edge0Error, naming file and line, as `read_json` does; with `bad`, only for a file that cannot be read.
     """
-    with open_regular(path) as raw, io.BufferedReader(raw) as file:
-        for number in itertools.count(1):
-            try:
-                line = file.readline(MAX_LINE + 1)
-            except OSError as error:
-                raise Edge0Error(f"{path}: cannot be read: {error.strerror or error}") from error
-            if not line:
-                return
-            if len(line) > MAX_LINE:
-                raise Edge0Error(f"{path}, line {number}: longer than {MAX_LINE:,} bytes; {fix}")
-            if line.isspace():
+
+    def passed_over(number: int, reason: str) -> None:
+        raise Edge0Error(f"{path}, line {number}: {reason}; {fix}")
+
+    tell = bad or passed_over
+    with open_regular(path) as raw, _decompressed(raw, path) as file:
+        for number, line in enumerate(_lines(file, path), 1):
+            if line is None:
+                tell(number, f"longer than {MAX_LINE:,} bytes")
+            elif not line.isspace():
+                try:
+                    value = strict_json(line.rstrip(b"\r\n"))
+                except ValueError as error:
+                    tell(number, f"not strict JSON ({error})")
+                else:
+                    yield number, value
+
+
+def _decompressed(raw: io.FileIO, path: Path) -> io.BufferedIOBase:
+    return gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else io.BufferedReader(raw)
+
+
+def _lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes | None]:
+    """A file's lines; None for one that is longer than `MAX_LINE`, of which no more than that is held."""
+    try:
+        while line := file.readline(MAX_LINE + 1):
+            if len(line) <= MAX_LINE:
+                yield line
                 continue
-            try:
-                value = strict_json(line)
-            except ValueError as error:
-                raise Edge0Error(f"{path}, line {number}: not strict JSON ({error}); {fix}") from error
-            yield number, value
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE)
+            yield None
+    except (OSError, EOFError, zlib.error) as error:
+        raise Edge0Error(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_yaml(path: Path, fix: str) -> dict[str, Any]:
@@ -179,8 +200,8 @@ def sha256_file(path: str | Path) -> str:
             raise Edge0Error(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def strict_json(text: str | bytes) -> Any:
-    """Parse JSON with duplicate keys, NaN and Infinity refused. Raises ValueError that says what is wrong."""
+def strict_json(text: str | bytes, at_most: int = MAX_VALUES) -> Any:
+    """Parse JSON with duplicate keys, NaN, Infinity and more than `at_most` values refused. Raises ValueError: what is wrong."""
     duplicates: set[str] = set()
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -192,8 +213,8 @@ def strict_json(text: str | bytes) -> Any:
 
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        if sum(map(text.count, ",[{")) > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES:,} values")
+        if sum(map(text.count, ",[{")) > at_most:
+            raise ValueError(f"more than {at_most:,} values")
         value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error

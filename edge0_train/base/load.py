@@ -23,7 +23,10 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.base.packed import pack, packable
 from edge0_train.base.weights import MlxWeights, Residency, WeightSource
 
-BASE_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""`base.dtype`."""
+EXPERTS = "grouped_mm"
+"""transformers' expert kernel: the fastest on CPU and CUDA at training shapes, and at decoding's on CPU (docs/parity.md 6)."""
 # Fields of a text config that are not the model's: its class is chosen, and its dtype given, by the caller.
 _NOT_ARCHITECTURE = (
     "model_type",
@@ -68,7 +71,7 @@ def load_base(
     Raises:
         Edge0Error: the checkpoint is not the tier's base, or not exactly its model's tensors (all are listed).
     """
-    if dtype not in BASE_DTYPES:
+    if dtype not in DTYPES.values():
         raise Edge0Error(f"base.dtype: {dtype} is not supported; choose float32 or bfloat16")
     checkpoint = Checkpoint.open(directory)
     checkpoint.check_architecture(tier)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
+from edge0_runtime.contract.files import read_json, shown
 from edge0_runtime.contract.links import Config, Link
 
 
@@ -41,6 +43,25 @@ def _linear(family_name: str, path: str, links: Sequence[Link]) -> Link:
 def mlx_config(layout: Family, config: Config) -> dict[str, Any]:
     """config.json that mlx-lm and transformers both read, from a transformers or MLX model's of that family."""
     return layout.mlx_config(config, lambda kind, fields: own_fields(AutoConfig.for_model(kind, **fields)))
+
+
+def read_model_config(file: Path, layout: Family) -> dict[str, Any]:
+    """`mlx_config` of a config.json. Raises Edge0Error naming the file: it is not JSON, or not a config of that family."""
+    found = read_json(file, "download it again")
+    if not layout.describes(found):
+        kind = shown(found.get("model_type"))
+        raise Edge0Error(f"{file}: is of model_type {kind}, not of {layout.name}; choose the matching tier or model")
+    try:
+        return mlx_config(layout, found)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise Edge0Error(f"{file}: not a {layout.name} model's config.json ({error}); download it again") from error
+
+
+def is_quantised(config: Config) -> bool:
+    """Whether a config.json, of either library, says that the weights are codes."""
+    text = config.get("text_config")
+    parts = (config, text) if isinstance(text, Mapping) else (config,)
+    return any(part.get(name) for part in parts for name in ("quantization", "quantization_config"))
 
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.base.layout import Target, cast_dtype, link_targets, quantization_block
 from edge0_train.base.links import from_part, to_mlx
 from edge0_train.base.load import empty_model, parameter_shapes
-from edge0_train.base.names import mlx_config
+from edge0_train.base.names import is_quantised, mlx_config
 from edge0_train.base.shards import SHARD_BYTES, Group, check_new, new_directory, write_json, write_shards
 from edge0_train.base.weights import FLOATS, TORCH_DTYPES, read_tensor
 
@@ -98,7 +98,7 @@ def quantize_checkpoint(
     layout = tier.layout
     source = Checkpoint.open(source_dir)
     source.check_architecture(tier)
-    if {"quantization", "quantization_config"} & (source.config.keys() | source.text_config().keys()):
+    if is_quantised(source.config):
         raise Edge0Error(
             f"{source.directory}: its config.json says that it is quantised, and quantising again would change "
             "its values; start from the model in bfloat16 or float32"
@@ -130,6 +130,14 @@ def quantize_checkpoint(
         "dropped": dropped,
         "copied": copied,
     }
+
+
+def check_tensors(source: Checkpoint, layout: Family) -> None:
+    """Raise one Edge0Error listing every tensor of a transformers directory that is missing, left over or of a wrong form.
+
+    Compared are headers and config.json; no tensor is read.
+    """
+    _plan(source, mlx_config(layout, source.config), layout)
 
 
 def _deployed_config(source: Checkpoint, layout: Family) -> dict[str, Any]:

@@ -63,9 +63,17 @@ class Text:
     """Where prompts come from, and the rows of text that phases train on."""
 
     prompts: str = setting(
-        "tasks (generated; tasks:chain names some), a .jsonl or .parquet file, or a datasets name, with a `messages` column.",
+        "tasks (generated; tasks:chain names some), a file, folder or glob of .jsonl, .json or .parquet, or a dataset.",
         "",
         example="text.prompts=prompts.jsonl",
+    )
+    split: str = setting("The split of a dataset that has several.", "train")
+    column: str = setting(
+        "The column with a text or a list of messages; empty: messages, conversations or prompt, whichever is there.",
+        "",
+    )
+    max_dropped: float = setting(
+        "The run stops when a larger share of a source's rows cannot be used.", 0.1, least=0, at_most=1, volatile=True
     )
     rows: str = setting("Run directory of phase=teacher_text.", "${root}/teacher_text")
     max_length: int = setting("Tokens of prompt + completion; longer rows are dropped and counted.", 4096)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.data.prompts import Prompt
+from edge0_runtime.contract.files import shown
+from edge0_train.data.conversations import Prompt, Refused
 from edge0_train.data.rows import TextRow
+
+PLAIN_ROLES = ("system", "user", "assistant")
+CARRYING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message, beside its content, without which it would be another message."""
 
 
 class Chat:
@@ -31,11 +37,66 @@ class Chat:
         self.pad_id = int(self.end_ids[0] if pad is None else pad)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt as the model sees it, with the opening of the assistant's turn."""
-        rendered = self.tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        """The prompt as the model sees it, with the opening of the assistant's turn.
+
+        Raises Refused: the template does not take it, or would leave out a part of it without a word.
+        """
+        self._check_control_tokens(prompt)
+        self._check_carrying(prompt)
+        ids = self._render(prompt.messages, prompt.tools)
+        for role in sorted({message["role"] for message in prompt.messages} - set(PLAIN_ROLES)):
+            others = [message for message in prompt.messages if message["role"] != role]
+            if self._unchanged(ids, others, prompt.tools):
+                raise Refused(f"role {shown(role)[1:-1]}, which the chat template has no place for")
+        return ids
+
+    def ignored_fields(self, prompt: Prompt) -> list[str]:
+        """Names of the messages' further fields (`name`, a date, ...) that change nothing of what the model sees."""
+        known = {"role", "content", *CARRYING}
+        found = sorted({name for message in prompt.messages for name in message} - known)
+        if not found:
+            return []
+        ids = self._render(prompt.messages, prompt.tools)
+        return [name for name in found if self._unchanged(ids, _without(prompt.messages, name), prompt.tools)]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+            )
+        except Exception as error:  # a template is a program of the model's: it may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise Refused(f"the chat template refuses it ({shown(reason)[1:-1]})") from error
         return tuple(rendered["input_ids"])
+
+    def _unchanged(
+        self, ids: tuple[int, ...], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        try:
+            return self._render(messages, tools) == ids
+        except Refused:
+            return False
+
+    def _check_carrying(self, prompt: Prompt) -> None:
+        """A template that never names a field leaves it out; one that does may leave it out on purpose (old reasoning)."""
+        used = {name for message in prompt.messages for name in message if name in CARRYING}
+        used |= {"tools"} if prompt.tools else set()
+        if used:
+            template = self.tokenizer.get_chat_template(tools=list(prompt.tools) or None)
+            for name in sorted(used):
+                if not re.search(rf"\b{name}\b", template):
+                    raise Refused(f"{name}, which the chat template has no place for")
+
+    def _check_control_tokens(self, prompt: Prompt) -> None:
+        """Serving encodes a user's `<|im_end|>` as text, the template here would make it the token."""
+        for message in prompt.messages:
+            for token in self.tokenizer.all_special_tokens:
+                if token in message["content"]:
+                    raise Refused(f"a message with the control token {shown(token)}")
 
     def text(self, ids: Sequence[int]) -> str:
         """What the ids say, without special tokens."""
@@ -52,6 +113,10 @@ class Chat:
             "task": row.task,
             "finish_reason": row.finish_reason,
         }
+
+
+def _without(messages: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in message.items() if key != name} for message in messages]
 
 
 def _end_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:

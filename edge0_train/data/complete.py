@@ -56,10 +56,17 @@ class VllmWriter:
     library: Any
     sample: Sample
     end_ids: tuple[int, ...]
+    allowed_ids: list[int] | None = None
 
     @classmethod
-    def open(cls, config: Config, end_ids: tuple[int, ...]) -> VllmWriter:
-        """Load `teacher.directory` on all GPUs of this process. Raises Edge0Error when vLLM cannot be imported."""
+    def open(cls, config: Config, end_ids: tuple[int, ...], cut: int | None) -> VllmWriter:
+        """Load `teacher.directory` on all GPUs of this process.
+
+        Args:
+            cut: only ids below it are written (the teacher's vocabulary is padded beyond); None: all.
+
+        Raises Edge0Error when vLLM cannot be imported.
+        """
         try:
             vllm = importlib.import_module("vllm")
         except ImportError as error:
@@ -74,7 +81,7 @@ class VllmWriter:
             tensor_parallel_size=max(1, torch.cuda.device_count()),
             generation_config="vllm",  # else the model's file would change top-k and temperature behind our back
         )
-        return cls(engine, vllm, config.sample, end_ids)
+        return cls(engine, vllm, config.sample, end_ids, None if cut is None else list(range(cut)))
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Completion]:
         """By vLLM; prompt n of a call draws with seed + n."""
@@ -87,6 +94,7 @@ class VllmWriter:
                 stop_token_ids=list(self.end_ids),
                 seed=(seed + number) % 2**31,  # one seed for all prompts would give all of them the same noise
                 detokenize=False,
+                allowed_token_ids=self.allowed_ids,
             )
             for number in range(len(prompts))
         ]

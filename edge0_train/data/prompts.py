@@ -1,4 +1,4 @@
-"""Prompts: generated nano tasks, a JSONL or Parquet file, or a dataset by name; all become `Prompt`s.
+"""Prompts: generated nano tasks, or the rows of a source (sources.py, conversations.py); all become `Prompt`s.
 
 The generated tasks are `tasks` (the short ones), or `tasks:chain,add` for some by name.
 
@@ -9,68 +9,109 @@ from one side to the other.
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import load_dataset
-
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import shown
 from edge0_train.data import tasks
+from edge0_train.data.conversations import COLUMNS, Prompt, Refused, read_prompt
+from edge0_train.data.sources import read_source
 
 EVAL_ONE_IN = 10
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation up to and including the last user turn; `answer` is empty when nothing can be checked."""
-
-    messages: tuple[dict[str, str], ...]
-    task: str = ""
-    answer: str = ""
+PLACES = 5
+"""So many places of rows are named for each reason why rows were dropped."""
+MOST_REASONS = 30
+"""A template's sentences may quote the row: beyond so many reasons, they are counted as one."""
+DUPLICATE = "duplicate prompt"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Train and held-out prompts, and what was dropped on the way: {reason: count}."""
+    """Train and held-out prompts, and what was lost on the way.
+
+    Attributes:
+        dropped: {reason: how many rows}. places: {reason: the first of them}.
+        ignored: {field: rows that have it, though it changes nothing that the model sees}.
+    """
 
     train: list[Prompt]
     held_out: list[Prompt]
     dropped: dict[str, int]
+    places: dict[str, list[str]] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
+
+    def why_dropped(self) -> str:
+        """`2 no messages (line 3, line 7), 1 duplicate prompt (line 9)`, or none."""
+        return ", ".join(f"{count:,} {reason}{self._at(reason)}" for reason, count in self.dropped.items()) or "none"
+
+    def _at(self, reason: str) -> str:
+        places = self.places.get(reason, [])
+        more = ", ..." if self.dropped[reason] > len(places) else ""
+        return f" ({', '.join(places)}{more})" if places else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For data cards and summaries."""
+        return {"dropped_prompts": self.dropped, "dropped_at": self.places, "ignored_fields": self.ignored}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Prompts must be shorter than `tokens` (text.max_length), so that there is room for a completion."""
+    """Prompts must be shorter than `tokens` (text.max_length), so that there is room for a completion.
+
+    Attributes:
+        length: a prompt's tokens; raises Refused where the chat template does not take it.
+        ignored: names of a prompt's fields that change nothing.
+    """
 
     tokens: int
     length: Callable[[Prompt], int]
+    ignored: Callable[[Prompt], Sequence[str]] = lambda prompt: ()
 
     @property
     def reason(self) -> str:
-        """Under what a refused prompt is counted in `Prompts.dropped`."""
+        """Under what a prompt that is too long is counted in `Prompts.dropped`."""
         return f"prompt not below text.max_length={self.tokens}"
 
-    def refuses(self, prompt: Prompt) -> bool:
-        """Whether a prompt leaves no room below `tokens`."""
-        return self.length(prompt) >= self.tokens
+    def refusal(self, prompt: Prompt) -> str:
+        """Why a prompt cannot be used; empty if it can."""
+        try:
+            return self.reason if self.length(prompt) >= self.tokens else ""
+        except Refused as refused:
+            return str(refused)
 
 
-def load_prompts(source: str, *, train: int, held_out: int, seed: int, limit: Limit | None = None) -> Prompts:
+def load_prompts(
+    source: str,
+    *,
+    train: int,
+    held_out: int,
+    seed: int,
+    limit: Limit | None = None,
+    split: str = "train",
+    column: str = "",
+    max_dropped: float = 1.0,
+) -> Prompts:
     """At most `train` and `held_out` prompts from `source` (see the module's docstring).
 
     What `limit` refuses is counted as dropped, and its place goes to a later prompt of the source.
 
-    Raises Edge0Error when the source cannot be read or yields no usable prompt on either side.
+    Args:
+        split: of a dataset that has several.
+        column: where a row's conversation is; empty: the first of `COLUMNS` that is there.
+        max_dropped: largest share of the rows read that may be unusable; what is too long or was there before does not count.
+
+    Raises Edge0Error when the source cannot be read, too many rows are unusable, or either side gets no prompt.
     """
     kind, colon, names = source.partition(":")
     if kind == "tasks":
         prompts = _from_tasks(names.split(",") if colon else None, train, held_out, seed, limit)
     else:
-        prompts = _split(_rows(source), train, held_out, seed, limit)
+        prompts = _from_rows(source, split, column, train, held_out, seed, limit, max_dropped)
     for name, side in (("train", prompts.train), ("held-out", prompts.held_out)):
         if not side and limit and limit.reason in prompts.dropped:
             raise Edge0Error(
@@ -80,7 +121,7 @@ def load_prompts(source: str, *, train: int, held_out: int, seed: int, limit: Li
     if not prompts.train or not prompts.held_out:
         raise Edge0Error(
             f"text.prompts: {source!r} gave {len(prompts.train)} train and {len(prompts.held_out)} held-out prompts"
-            f" (dropped: {prompts.dropped or 'none'}); each side needs at least one row with messages"
+            f" (dropped: {prompts.why_dropped()}); each side needs at least one row with messages"
         )
     return prompts
 
@@ -102,82 +143,108 @@ def _from_tasks(chosen: list[str] | None, train: int, held_out: int, seed: int, 
             if not refused or len(side) == count:
                 break
         sides.append(side)
-        if limit and refused:
-            dropped[limit.reason] = dropped.get(limit.reason, 0) + refused
+        for reason, times in refused.items():
+            dropped[reason] = dropped.get(reason, 0) + times
     return Prompts(sides[0], sides[1], dropped)
 
 
-def _first(prompts: Iterable[Prompt], count: int, limit: Limit | None) -> tuple[list[Prompt], int]:
-    """The first `count` prompts within the limit, and how many were refused on the way."""
+def _first(prompts: Iterable[Prompt], count: int, limit: Limit | None) -> tuple[list[Prompt], Counter[str]]:
+    """The first `count` prompts within the limit, and how many were refused on the way for what reason."""
     kept: list[Prompt] = []
-    refused = 0
+    refused: Counter[str] = Counter()
     for prompt in prompts:
         if len(kept) == count:
             break
-        if limit and limit.refuses(prompt):
-            refused += 1
+        reason = limit.refusal(prompt) if limit else ""
+        if reason:
+            refused[reason] += 1
         else:
             kept.append(prompt)
     return kept, refused
 
 
-def _rows(source: str) -> Iterator[Any]:
-    """Rows of a file or dataset, streamed."""
-    suffix = Path(source).suffix
-    kind = {".jsonl": "json", ".parquet": "parquet"}.get(suffix)
-    if kind and not Path(source).is_file():
-        raise Edge0Error(f"text.prompts: {source} does not exist; give a .jsonl or .parquet file, or a dataset's name")
-    try:
-        if kind:
-            yield from load_dataset(kind, data_files=source, split="train", streaming=True)
-        else:
-            yield from load_dataset(source, split="train", streaming=True)
-    except Exception as error:  # datasets raises many types; all mean that the source cannot be read
-        raise Edge0Error(
-            f"text.prompts: {source!r} cannot be loaded ({error}); give tasks, a file, or a dataset"
-        ) from error
+@dataclass
+class _Losses:
+    """What is dropped and ignored while rows are read."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, reason: str, place: str) -> None:
+        if reason not in self.dropped and len(self.dropped) >= MOST_REASONS:
+            reason = "other reasons"
+        self.dropped[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < PLACES:
+            places.append(place)
 
 
-def _split(rows: Iterable[Any], train: int, held_out: int, seed: int, limit: Limit | None) -> Prompts:
+def _from_rows(
+    source: str,
+    split: str,
+    column: str,
+    train: int,
+    held_out: int,
+    seed: int,
+    limit: Limit | None,
+    max_dropped: float,
+) -> Prompts:
     sides: dict[bool, list[Prompt]] = {False: [], True: []}
     room = {False: train, True: held_out}
-    dropped: dict[str, int] = {}
+    losses = _Losses()
     seen: set[str] = set()
-    for reason, prompt in _prompts(rows):
-        if prompt is None:
-            dropped[reason] = dropped.get(reason, 0) + 1
+    columns: dict[str, Any] = {}
+    count = 0
+    for row in read_source(source, split):
+        count += 1
+        if isinstance(row.value, dict) and len(columns) < MOST_REASONS:
+            columns = row.value | columns
+        try:
+            if row.problem:
+                raise Refused(row.problem)
+            prompt, ignored = read_prompt(row.value, column)
+        except Refused as refused:
+            losses.drop(str(refused), row.place)
             continue
-        text = json.dumps(prompt.messages, ensure_ascii=False)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256(prompt.text.encode()).hexdigest()
         if digest in seen:
-            dropped["duplicate prompt"] = dropped.get("duplicate prompt", 0) + 1
+            losses.drop(DUPLICATE, row.place)
             continue
         seen.add(digest)
         is_held_out = int(digest, 16) % EVAL_ONE_IN == 0
         if len(sides[is_held_out]) < room[is_held_out]:
-            if limit and limit.refuses(prompt):
-                dropped[limit.reason] = dropped.get(limit.reason, 0) + 1
+            reason = limit.refusal(prompt) if limit else ""
+            if reason:
+                losses.drop(reason, row.place)
             else:
                 sides[is_held_out].append(prompt)
+                losses.ignored.update([*ignored, *(limit.ignored(prompt) if limit else ())])
         if all(len(sides[side]) >= room[side] for side in sides):
             break
+    _check_columns(source, column, columns)
+    harmless = (DUPLICATE, limit.reason if limit else "")
+    unusable = sum(times for reason, times in losses.dropped.items() if reason not in harmless)
     random.Random(seed).shuffle(sides[False])
-    return Prompts(sides[False], sides[True], dropped)
+    prompts = Prompts(sides[False], sides[True], dict(losses.dropped), losses.places, dict(losses.ignored))
+    if unusable > max_dropped * count:
+        raise Edge0Error(
+            f"text.max_dropped: {unusable:,} of {count:,} rows of {source} ({unusable / count:.1%}) cannot be used, allowed"
+            f" are {max_dropped:.1%} (dropped: {prompts.why_dropped()}); correct them, or set"
+            f" text.max_dropped={math.ceil(100 * unusable / count) / 100}"
+        )
+    return prompts
 
 
-def _prompts(rows: Iterable[Any]) -> Iterator[tuple[str, Prompt | None]]:
-    """(reason, None) for every unusable row, ("", prompt) for the others."""
-    for row in rows:
-        messages = row.get("messages")
-        if not isinstance(messages, list) or not messages:
-            yield "no messages", None
-            continue
-        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
-            yield "a message without role or content", None
-            continue
-        users = [i for i, m in enumerate(messages) if m["role"] == "user"]
-        if not users:
-            yield "no user turn", None
-            continue
-        turns = tuple({"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1])
-        yield "", Prompt(turns, str(row.get("task") or ""), str(row.get("answer") or ""))
+def _check_columns(source: str, column: str, columns: dict[str, Any]) -> None:
+    """Raise Edge0Error when no row has a column that prompts are read from; `columns` are those found, with a value."""
+    wanted = (column,) if column else COLUMNS
+    if not columns or columns.keys() & set(wanted):
+        return
+    named = ", ".join(shown(name)[1:-1] for name in columns)
+    fitting = [name for name, value in columns.items() if isinstance(value, (str, list))]
+    example = f", e.g. text.column={shown(fitting[0])[1:-1]}" if fitting else ""
+    raise Edge0Error(
+        f"text.{'column' if column else 'prompts'}: {source} has the columns {named}, but no {' and no '.join(wanted)}; name the"
+        f" one that holds a text or a list of messages{example}"
+    )

@@ -5,8 +5,10 @@ A completion keeps the very ids that the model generated: nothing is decoded and
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +18,14 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import sha256_file
+from edge0_runtime.contract.files import raise_problems, read_json, read_json_lines, sha256_file, shown
+from edge0_runtime.contract.provenance import DataSource, Teacher
+from edge0_train.config import Config
 from edge0_train.run import write_json, write_text
 
 IGNORE = -100
+FINISH_REASONS = ("stop", "length")
+FIX = "write it with phase=teacher_text"
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,16 @@ class TextData:
     held_out: list[TextRow]
     card: dict[str, Any]
 
+    @property
+    def source(self) -> DataSource:
+        """What an adapter's provenance says of the rows that it was trained on."""
+        return DataSource(self.card["fingerprint"], len(self.train))
+
+    @property
+    def teacher(self) -> Teacher:
+        """Who wrote the rows, as their card says; cards of old do not."""
+        return Teacher(**self.card.get("teacher", {"id": "unknown", "revision": "unknown"}))
+
 
 def distinct(rows: Sequence[TextRow]) -> list[TextRow]:
     """The first of every set of rows with the same prompt and completion, in order."""
@@ -60,22 +76,35 @@ def write_rows(path: Path, rows: Sequence[TextRow]) -> None:
     write_text(path, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 
-def read_rows(path: Path) -> list[TextRow]:
-    """Read rows; raises Edge0Error naming file and line when one is not a row."""
+def read_rows(path: Path, vocabulary: int | None = None) -> list[TextRow]:
+    """Read rows; raises Edge0Error naming file and line when one is not a row, or has an id that `vocabulary` doesn't reach."""
     if not path.is_file():
         raise Edge0Error(
             f"text.rows: {path} does not exist; run phase=teacher_text first or set text.rows to its directory"
         )
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            data = json.loads(line)
-            rows.append(TextRow(tuple(data.pop("prompt_ids")), tuple(data.pop("completion_ids")), **data))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+    return [_row(data, f"{path}, line {number}", vocabulary) for number, data in read_json_lines(path, FIX)]
+
+
+def _row(data: Any, where: str, vocabulary: int | None) -> TextRow:
+    names = {field.name for field in dataclasses.fields(TextRow)}
+    if not isinstance(data, dict) or not {"prompt_ids", "completion_ids", "finish_reason"} <= data.keys() <= names:
+        raise Edge0Error(f"{where}: not a text row but {shown(data)}; {FIX}")
+    for name in ("prompt_ids", "completion_ids"):
+        ids = data[name]
+        if not isinstance(ids, list) or set(map(type, ids)) - {int} or min(ids, default=0) < 0:
+            raise Edge0Error(f"{where}: {name}: {shown(ids)} is no list of token ids; {FIX}")
+        if vocabulary is not None and max(ids, default=0) >= vocabulary:
             raise Edge0Error(
-                f"{path}, line {number}: not a text row ({error}); write it with phase=teacher_text"
-            ) from error
-    return rows
+                f"{where}: {name}: id {shown(max(ids))} is outside the tier's vocabulary of {vocabulary}; {FIX}, with a"
+                " teacher of the tier"
+            )
+        data[name] = tuple(ids)
+    if data["finish_reason"] not in FINISH_REASONS:
+        raise Edge0Error(f"{where}: finish_reason: {shown(data['finish_reason'])} is not stop or length; {FIX}")
+    for name in ("task", "answer"):
+        if not isinstance(data.get(name, ""), str):
+            raise Edge0Error(f"{where}: {name}: {shown(data[name])} is no text; {FIX}")
+    return TextRow(**data)
 
 
 def write_data(directory: Path, train: list[TextRow], held_out: list[TextRow], extra: dict[str, Any]) -> dict[str, Any]:
@@ -88,16 +117,19 @@ def write_data(directory: Path, train: list[TextRow], held_out: list[TextRow], e
     return card
 
 
-def read_data(directory: str | Path, max_length: int) -> tuple[TextData, dict[str, int]]:
+def text_of(config: Config) -> tuple[TextData, dict[str, int]]:
+    """`read_data` of `text.rows`, within `text.max_length` and the tier's vocabulary."""
+    return read_data(config.text.rows, config.text.max_length, config.tier.architecture["vocab_size"])
+
+
+def read_data(directory: str | Path, max_length: int, vocabulary: int | None = None) -> tuple[TextData, dict[str, int]]:
     """The rows of a teacher_text directory that training can use, and how many were dropped for what reason.
 
-    Raises Edge0Error when a file is missing or changed since the card was written, or nothing is left.
+    Raises Edge0Error when a file is missing, damaged or changed since the card was written, or nothing is left.
     """
     directory = Path(directory)
-    sides = {name: read_rows(directory / f"{name}.jsonl") for name in ("train", "held_out")}
-    if not (directory / "card.json").is_file():
-        raise Edge0Error(f"text.rows: {directory} has no card.json; run phase=teacher_text again")
-    card = json.loads((directory / "card.json").read_text(encoding="utf-8"))
+    sides = {name: read_rows(directory / f"{name}.jsonl", vocabulary) for name in ("train", "held_out")}
+    card = read_card(directory)
     if card["fingerprint"] != _fingerprint(directory):
         raise Edge0Error(f"text.rows: {directory} was changed after its card was written; run phase=teacher_text again")
     dropped: dict[str, int] = {}
@@ -115,6 +147,33 @@ def read_data(directory: str | Path, max_length: int) -> tuple[TextData, dict[st
             )
         sides[name] = kept
     return TextData(sides["train"], sides["held_out"], card), dropped
+
+
+def read_card(directory: str | Path) -> dict[str, Any]:
+    """The data card of a teacher_text directory. Raises Edge0Error when it is missing or damaged."""
+    path = Path(directory) / "card.json"
+    if not path.is_file():
+        raise Edge0Error(f"text.rows: {directory} has no card.json; run phase=teacher_text again")
+    card = read_json(path, FIX)
+    hashes = ("fingerprint", "tokenizer_sha256", "template_sha256")
+    wrong = [
+        f"{key}: {shown(card[key])} is no sha256" for key in hashes if key in card and not _is_hash(key, card[key])
+    ]
+    if "fingerprint" not in card:
+        wrong.append("fingerprint: missing")
+    teacher = card.get("teacher", {"id": "?", "revision": "?"})
+    named = isinstance(teacher, dict) and teacher.keys() == {"id", "revision"}
+    if not named or not all(isinstance(value, str) and value for value in teacher.values()):
+        wrong.append(f"teacher: {shown(teacher)} is not an id and a revision")
+    raise_problems(f"{path}: damaged", wrong, FIX)
+    return card
+
+
+def _is_hash(key: str, value: Any) -> bool:
+    none_is_one = key == "template_sha256"  # of a tokenizer without a template
+    return (value is None and none_is_one) or (
+        isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+    )
 
 
 def _unusable(row: TextRow, max_length: int) -> str:

@@ -11,7 +11,8 @@ from accelerate import PartialState
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.complete import Writer
-from edge0_train.data.prompts import Limit, Prompt
+from edge0_train.data.conversations import Prompt
+from edge0_train.data.prompts import Limit, Prompts, load_prompts
 from edge0_train.data.rows import TextRow, read_rows, write_rows
 from edge0_train.report import progress
 from edge0_train.run import my_share
@@ -20,12 +21,31 @@ SAMPLES = 8
 """Rows of a run that are written out as text, in its samples.jsonl."""
 
 
-def prompt_limit(config: Config, directory: str) -> Limit | None:
-    """Room for a completion within text.max_length, by the tokenizer of `directory`; None for a dry run that has none at hand."""
-    if config.dry_run and not (Path(directory) / "tokenizer.json").is_file():
-        return None
-    chat = Chat(directory)
-    return Limit(config.text.max_length, lambda prompt: len(chat.prompt_ids(prompt)))
+def prompts_of(config: Config, directory: str, *, train: int, held_out: int, seed: int) -> Prompts:
+    """`load_prompts` as `config.text` says, by the chat template of `directory`; a dry run may have none at hand."""
+    text, limit = config.text, None
+    if not config.dry_run or (Path(directory) / "tokenizer.json").is_file():
+        chat = Chat(directory)
+        limit = Limit(text.max_length, lambda prompt: len(chat.prompt_ids(prompt)), chat.ignored_fields)
+    return load_prompts(
+        text.prompts,
+        train=train,
+        held_out=held_out,
+        seed=seed,
+        limit=limit,
+        split=text.split,
+        column=text.column,
+        max_dropped=text.max_dropped,
+    )
+
+
+def describe_prompts(prompts: Prompts) -> str:
+    """How many there are, and what was dropped or ignored on the way, for a plan."""
+    lines = [f"{len(prompts.train):,} train, {len(prompts.held_out):,} held out (dropped: {prompts.why_dropped()})"]
+    if prompts.ignored:
+        fields = ", ".join(f"{name} ({count:,})" for name, count in prompts.ignored.items())
+        lines.append(f"fields that the chat template has no place for (in so many rows): {fields}")
+    return "\n".join(lines)
 
 
 def write_shards(

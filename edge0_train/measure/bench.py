@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from edge0_train.build import Student, build_student, build_teacher
+from edge0_train.build import Student, build_student
 from edge0_train.config import Config
 from edge0_train.data.rows import Batch, TextRow, collate
 from edge0_train.measure.merging import merged
 from edge0_train.objectives.passes import hidden_at_labels
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath, load_lora, lora_disabled
+from edge0_train.teacher import build_teacher
 
 ROWS = 64
 """Rows of a forward pass."""

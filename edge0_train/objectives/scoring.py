@@ -16,13 +16,14 @@ from torch import nn
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
-from edge0_train.build import Student, build_teacher
+from edge0_train.build import Student
 from edge0_train.config import Config
 from edge0_train.data.rows import IGNORE, Batch, TextRow, collate
 from edge0_train.losses import CHUNK, token_logp, topk_with_tail
 from edge0_train.objectives.passes import hidden_at_labels, labels_of
 from edge0_train.run import my_share
 from edge0_train.student import StudentPath
+from edge0_train.teacher import build_teacher
 
 
 @dataclass(frozen=True)

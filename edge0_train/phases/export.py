@@ -28,7 +28,7 @@ from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_tra
 from edge0_train.adapters import describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
 from edge0_train.config import Config
-from edge0_train.data.rows import read_data
+from edge0_train.data.rows import text_of
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.student import Decoding, StudentPath, generate
@@ -94,7 +94,7 @@ def _place_base(base: Path, target: Path, fingerprint: str) -> None:
 def reference_trace(config: Config, student: Student) -> ReferenceTrace:
     """What the student does on held-out prompts, to be replayed by `edge0_runtime verify`."""
     want = config.export
-    data, _ = read_data(config.text.rows, config.text.max_length)
+    data, _ = text_of(config)
     prompts = [row.prompt_ids for row in data.held_out[: want.trace_prompts]]
     traces = prompt_traces(
         student.path, prompts, tokens=want.trace_tokens, top=want.trace_top, pad_id=student.chat.pad_id

@@ -16,11 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
 from edge0_train.build import build_student, check_text, sketch_student
 from edge0_train.config import Config
-from edge0_train.data.rows import read_data
+from edge0_train.data.rows import text_of
 from edge0_train.measure.head_report import train_heads
 from edge0_train.objectives.heads import head_objective
 from edge0_train.objectives.passes import student_pass
@@ -38,7 +37,7 @@ def head_refine(config: Config, run: Run) -> dict[str, Any]:
         sketch = sketch_student(config, lora=False, heads=True)
         print_plan(config, head_plan(config, sketch, sketch.heads, Rows.planned(config), FEATURES))
         return {}
-    data, dropped = read_data(config.text.rows, config.text.max_length)
+    data, dropped = text_of(config)
     student = build_student(config, prerouter=input_path(config, "prerouter"))
     check_text(config, student, data)
     heads = student.path.heads
@@ -55,7 +54,8 @@ def head_refine(config: Config, run: Run) -> dict[str, Any]:
         heads.tensors(),
         student.base,
         {**result, "held_out_recall": summary["recall"]["heads"]},
-        DataSource(data.card["fingerprint"], len(data.train)),
+        data.source,
         {"prerouter": student.prerouter},
+        teacher=data.teacher,
     )
     return {**result, **summary, "dropped": dropped}

@@ -23,13 +23,13 @@ from accelerate import PartialState
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import describe_inputs, hash_files, input_path, write_output
-from edge0_train.build import build_student, check_tokenizer, sketch_student
+from edge0_train.build import build_student, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.complete import PathWriter
 from edge0_train.data.health import RowHealth, check_rows
-from edge0_train.data.prompts import Prompt, load_prompts
+from edge0_train.data.prompts import Prompts
 from edge0_train.data.rows import TextRow, read_rows
-from edge0_train.data.writing import SAMPLES, prompt_limit, write_shards
+from edge0_train.data.writing import SAMPLES, describe_prompts, prompts_of, write_shards
 from edge0_train.loop import train
 from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.objectives.on_policy import on_policy_objective
@@ -39,29 +39,30 @@ from edge0_train.plan import Rows, training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.student import StudentPath, lora_tensors
+from edge0_train.teacher import check_teacher, identify_teacher
 
 
 def on_policy(config: Config, run: Run) -> dict[str, Any]:
     """Train the LoRA on its own completions; base and heads stay frozen."""
     rounds, steps, rows = _arithmetic(config)
+    teacher = check_teacher(config)
     prompts = _prompts(config, rounds, rows)
     if config.dry_run:
-        print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True)))
+        print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True), teacher, prompts))
         return {}
     prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
     if not prerouter or not lora:
         raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
-    check_tokenizer(config)
     student = build_student(config, prerouter=prerouter, lora=lora)
     chat = student.chat
-    print_plan(config, _plan(config, student.path))
+    print_plan(config, _plan(config, student.path, teacher, prompts))
     writer = PathWriter(student.path, config.sample, chat.end_ids, chat.pad_id, native_k=None)
     scorer = Scorer(config, student)
 
     @functools.lru_cache(maxsize=1)
     def prepared(number: int) -> tuple[list[TextRow], list[Scored]]:
         """The round's completions by the student as it is now, scored; what is on disk is taken as it is."""
-        directory, mine = _round(run, number), prompts[number * rows : (number + 1) * rows]
+        directory, mine = _round(run, number), prompts.train[number * rows : (number + 1) * rows]
         rollout = write_shards(config, directory, writer, chat, mine, f"rollout-{number}")
         first = RowHealth.of(_stored(run, 0)) if number else None
         check_rows(rollout, config.sample, f"student, round {number}", before=first)
@@ -85,8 +86,10 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         DataSource(hash_files(sorted(run.directory.glob("round-*/rollout-*.jsonl"))), rows * rounds),
         {"prerouter": student.prerouter, "lora": student.lora},
         prerouter_sha256=student.prerouter.sha256 if student.prerouter else None,
+        teacher=identify_teacher(config.teacher.directory),
     )
-    return {**result, "rounds": [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]}
+    health = [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]
+    return {**result, "rounds": health, **prompts.to_dict()}
 
 
 def _arithmetic(config: Config) -> tuple[int, int, int]:
@@ -102,24 +105,18 @@ def _arithmetic(config: Config) -> tuple[int, int, int]:
     return rounds, optim.steps // rounds, optim.rows * optim.steps // rounds
 
 
-def _prompts(config: Config, rounds: int, rows: int) -> list[Prompt]:
+def _prompts(config: Config, rounds: int, rows: int) -> Prompts:
     """One prompt for every completion of all rounds. Raises Edge0Error when the source has fewer."""
-    prompts = load_prompts(
-        config.text.prompts,
-        train=rows * rounds,
-        held_out=1,
-        seed=config.seed + 1,
-        limit=prompt_limit(config, config.base.directory),
-    )
+    prompts = prompts_of(config, config.base.directory, train=rows * rounds, held_out=1, seed=config.seed + 1)
     if len(prompts.train) < rows * rounds:
         raise Edge0Error(
             f"text.prompts: {len(prompts.train)} prompts (dropped: {prompts.dropped or 'none'}), but {rounds} rounds of {rows}"
             f" rows need {rows * rounds}; lower optim.steps or optim.rows"
         )
-    return prompts.train
+    return prompts
 
 
-def _plan(config: Config, path: StudentPath) -> dict[str, str]:
+def _plan(config: Config, path: StudentPath, teacher: str, prompts: Prompts) -> dict[str, str]:
     """The phase's plan; `path` may be on the meta device. No row is written yet: all are taken to be as long as allowed."""
     optim, rounds = config.optim, config.on_policy.rounds
     count, longest = optim.rows * optim.steps, config.text.max_length - 1
@@ -127,6 +124,8 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     rows = Rows(count, 0, longest, labels, longest, {}, assumed=True)
     return {
         "inputs": describe_inputs(config),
+        "teacher": teacher,
+        "prompts": describe_prompts(prompts),
         "scoring": "the teacher stays loaded"
         if config.teacher.resident
         else "the teacher is loaded for each round's scores",

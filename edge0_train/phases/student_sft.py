@@ -16,11 +16,10 @@ from typing import Any
 from accelerate import PartialState
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import input_path, write_output
 from edge0_train.build import build_student, check_text, sketch_student
 from edge0_train.config import Config
-from edge0_train.data.rows import read_data
+from edge0_train.data.rows import text_of
 from edge0_train.data.writing import SAMPLES
 from edge0_train.loop import train
 from edge0_train.measure.samples import greedy_samples
@@ -47,7 +46,7 @@ def student_sft(config: Config, run: Run) -> dict[str, Any]:
         sketch = sketch_student(config, lora=True, heads=True)
         print_plan(config, _plan(config, sketch, Rows.planned(config)))
         return {}
-    data, dropped = read_data(config.text.rows, config.text.max_length)
+    data, dropped = text_of(config)
     student = build_student(
         config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"), new_lora=True
     )
@@ -63,20 +62,22 @@ def student_sft(config: Config, run: Run) -> dict[str, Any]:
     if PartialState().is_main_process:
         run.write_samples(greedy_samples(config, student, data.held_out[:SAMPLES]))
 
-    source = DataSource(data.card["fingerprint"], len(data.train))
     parents = {"prerouter": prerouter, "lora": student.lora}
     served_with = prerouter.sha256
     if config.heads.joint_lr:
-        served_with = write_output(config, "prerouter", heads.tensors(), student.base, result, source, parents)
+        served_with = write_output(
+            config, "prerouter", heads.tensors(), student.base, result, data.source, parents, teacher=data.teacher
+        )
     write_output(
         config,
         "lora",
         lora_tensors(student.path.model, config.tier),
         student.base,
         result,
-        source,
+        data.source,
         parents,
         prerouter_sha256=served_with,
+        teacher=data.teacher,
     )
     return {**result, "dropped": dropped}
 

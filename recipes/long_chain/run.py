@@ -28,7 +28,7 @@ import torch
 
 from edge0_train.build import load_heads
 from edge0_train.config import Config
-from edge0_train.data.rows import read_data
+from edge0_train.data.rows import text_of
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, open_bench, running
 from edge0_train.measure.quality import greedy_answers, token_scores
@@ -111,7 +111,7 @@ def measure_seed(config: Config, root: Path, seed: int) -> None:
     runs = [run for steps in SFT_STEPS for run in names(steps)]
     file = root / "result.json"
     stages = json.loads(file.read_text())["stages"] if file.exists() else {}
-    data, _ = read_data(config.text.rows, config.text.max_length)
+    data, _ = text_of(config)
     bench = open_bench(config, data.held_out)
 
     def heads(run: str) -> PrerouterHeads:

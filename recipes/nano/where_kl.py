@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from edge0_train.config import Config, configure
-from edge0_train.data.rows import IGNORE, read_data
+from edge0_train.data.rows import IGNORE, text_of
 from edge0_train.data.tasks import is_correct
 from edge0_train.measure.bench import Bench, Stage, open_bench, routing_of, running
 from edge0_train.measure.stages import chain_adapters, chain_stages
@@ -87,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for root in arguments.roots:
         config = configure("phase=evaluate", "tier=nano", f"root={root}", *arguments.set)
-        data, _ = read_data(config.text.rows, config.text.max_length)
+        data, _ = text_of(config)
         bench = open_bench(config, data.held_out)
         lines = [facts(bench, stage) for stage in stages(config, bench)]
         print(f"{root}, {len(bench.rows)} rows\n" + table(list(lines[0]), [list(line.values()) for line in lines]))

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from edge0_runtime.contract.provenance import DataSource
 from edge0_train.adapters import write_output
 from edge0_train.build import build_student, warm_heads
 from edge0_train.config import Config
-from edge0_train.data.rows import TextData, read_data
+from edge0_train.data.rows import text_of
 from edge0_train.loop import train
 from edge0_train.objectives.heads import head_objective
 from edge0_train.objectives.passes import native_pass
@@ -94,37 +93,33 @@ def untrained(config: Config, run: Run) -> dict[str, Any]:
     with torch.no_grad():
         for head in heads.layers.values():
             head.fc2.weight.normal_(std=1e-4)  # type: ignore[union-attr,operator]
-    data, _ = read_data(config.text.rows, config.text.max_length)
+    data, _ = text_of(config)
     nothing = {"steps": 0, "tokens": 0}
-    write_output(config, "prerouter", heads.tensors(), student.base, nothing, _source(data), {})
+    write_output(config, "prerouter", heads.tensors(), student.base, nothing, data.source, {}, teacher=data.teacher)
     return nothing
 
 
 def native_sft(config: Config, run: Run) -> dict[str, Any]:
     """student_sft with every layer on its own gate at the served K: the LoRA never sees a prediction."""
-    data, _ = read_data(config.text.rows, config.text.max_length)
+    data, _ = text_of(config)
     student = build_student(config, new_lora=True)
     result = train(run, config.optim, student_objective(config, student, data.train, routing=native_pass))
     lora = lora_tensors(student.path.model, config.tier)
-    write_output(config, "lora", lora, student.base, result, _source(data), {})
+    write_output(config, "lora", lora, student.base, result, data.source, {}, teacher=data.teacher)
     return result
 
 
 def heads_after_lora(config: Config, run: Run) -> dict[str, Any]:
     """head_distill on base and LoRA (inputs.lora), natively routed: heads come last."""
-    data, _ = read_data(config.text.rows, config.text.max_length)
+    data, _ = text_of(config)
     student = build_student(config, lora=config.inputs.lora)
     student.path.model.requires_grad_(False)
     torch.manual_seed(config.seed)
     heads = warm_heads(student.path)
     result = train(run, config.optim, head_objective(config, student, heads, data.train, native_pass))
     parents = {"lora": student.lora}
-    write_output(config, "prerouter", heads.tensors(), student.base, result, _source(data), parents)
+    write_output(config, "prerouter", heads.tensors(), student.base, result, data.source, parents, teacher=data.teacher)
     return result
-
-
-def _source(data: TextData) -> DataSource:
-    return DataSource(data.card["fingerprint"], len(data.train))
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

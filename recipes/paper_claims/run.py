@@ -31,7 +31,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.build import load_heads
 from edge0_train.cli import run_phase
 from edge0_train.config import Config
-from edge0_train.data.rows import read_data
+from edge0_train.data.rows import text_of
 from edge0_train.loop import Interrupted
 from edge0_train.measure.bench import Bench, Stage, open_bench, running
 from edge0_train.measure.drift import feature_drift
@@ -77,7 +77,7 @@ class Place:
     def bench(self) -> Bench:
         """Models and held-out rows."""
         config = self.configure("arms", "evaluate", f"sample.eval_prompts={self.budget.rows}")
-        data, _ = read_data(config.text.rows, config.text.max_length)
+        data, _ = text_of(config)
         return open_bench(config, data.held_out[: self.budget.rows])
 
 

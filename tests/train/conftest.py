@@ -16,7 +16,7 @@ from edge0_train.base.quantize_model import quantize_checkpoint
 from edge0_train.config import Config, configure
 from edge0_train.data import tasks
 from edge0_train.data.chat import Chat
-from edge0_train.data.prompts import Prompt
+from edge0_train.data.conversations import Prompt
 from edge0_train.data.rows import TextRow, write_data
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora
 from tests.reference_path import LING, TIER, Models

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 
 import numpy as np
@@ -46,15 +48,61 @@ def test_rows_round_trip(tmp_path):
         '{"prompt_ids": 1, "completion_ids": [2], "finish_reason": "stop"}',
         "[1, 2]",
         "3",
-        "",
+        '{"prompt_ids": ["1"], "completion_ids": [2], "finish_reason": "stop"}',
+        '{"prompt_ids": [true], "completion_ids": [2], "finish_reason": "stop"}',
+        '{"prompt_ids": [1.0], "completion_ids": [2], "finish_reason": "stop"}',
+        '{"prompt_ids": [1], "completion_ids": [-2], "finish_reason": "stop"}',
+        '{"prompt_ids": [1], "completion_ids": [384], "finish_reason": "stop"}',
+        '{"prompt_ids": [1], "completion_ids": [2], "finish_reason": "aborted"}',
+        '{"prompt_ids": [1], "completion_ids": [2], "finish_reason": "stop", "answer": 3}',
+        '{"prompt_ids": [1], "prompt_ids": [2], "completion_ids": [2], "finish_reason": "stop"}',
+        '{"prompt_ids": [1], "completion_ids": [NaN], "finish_reason": "stop"}',
     ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, line):
-    write_rows(tmp_path / "rows.jsonl", [row(2, 3)])
+    write_rows(tmp_path / "rows.jsonl", [TextRow((1, 383), (2,), "stop")])
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(Edge0Error, match=r"rows\.jsonl, line 2: not a text row"):
+    with pytest.raises(Edge0Error, match=r"rows\.jsonl, line 2: .*; write it with phase=teacher_text") as error:
+        read_rows(tmp_path / "rows.jsonl", 384)
+    assert "\n" not in str(error.value)
+
+
+def test_an_endless_or_enormous_file_of_rows_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(Edge0Error, match=r"rows\.jsonl"):
         read_rows(tmp_path / "rows.jsonl")
+    with (tmp_path / "long.jsonl").open("wb") as file:
+        file.truncate(2**33)  # no line ending in 8 GiB
+        with pytest.raises(Edge0Error, match=r"long\.jsonl, line 1: longer than"):
+            read_rows(tmp_path / "long.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fingerprint", None),
+        ("fingerprint", 3),
+        ("tokenizer_sha256", ["0" * 64]),
+        ("template_sha256", "0"),
+        ("teacher", "nano-teacher"),
+        ("teacher", {"id": "", "revision": "x"}),
+        ("teacher", {"id": "t"}),
+    ],
+)
+def test_a_damaged_card_is_named(tmp_path, field, value):
+    card = write_data(tmp_path, [row(2, 3)], [row(4, 4)], {})
+    (tmp_path / "card.json").write_text(json.dumps(card | {field: value}))
+    with pytest.raises(Edge0Error, match=rf"card\.json: damaged:\n  - {field}: "):
+        read_data(tmp_path, 64)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\udcff", '{"fingerprint": NaN}', "{}"])
+def test_a_card_that_is_no_card_is_named(tmp_path, text):
+    write_data(tmp_path, [row(2, 3)], [row(4, 4)], {})
+    (tmp_path / "card.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(Edge0Error, match=r"card\.json: .*write it with phase=teacher_text|card\.json: damaged"):
+        read_data(tmp_path, 64)
 
 
 def test_data_round_trip_with_card(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from datasets import Dataset
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.data import tasks
-from edge0_train.data.prompts import Limit, Prompt, load_prompts
+from edge0_train.data.conversations import Prompt
+from edge0_train.data.prompts import Limit, load_prompts
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -178,11 +180,13 @@ def test_a_source_that_is_not_there_is_an_error(tmp_path, name):
 
 
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path):
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS[:50]) + '{"messages": [{"role"\n')
     cut = tmp_path / "cut.parquet"
     Dataset.from_list(QUESTIONS).to_parquet(str(cut))
     cut.write_bytes(cut.read_bytes()[:-200])
-    for path in (broken, cut):
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in QUESTIONS))[:-200])
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps(QUESTIONS)[:-2])
+    for path in (cut, packed, array):
         with pytest.raises(Edge0Error, match=path.name):
             load_prompts(str(path), train=1000, held_out=1000, seed=0)

@@ -11,14 +11,18 @@ import pytest
 
 from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import sha256_file
+from edge0_runtime.contract.provenance import Teacher
 from edge0_train.adapters import base_info, input_path
 from edge0_train.build import build_student, input_identity
 from edge0_train.config import Config
-from edge0_train.data.rows import collate, read_data
+from edge0_train.data.rows import collate, read_card, read_data, write_data
 from edge0_train.objectives import mean_loss
 from edge0_train.phases.student_sft import student_sft
+from edge0_train.phases.teacher_text import teacher_text
 from edge0_train.run import open_run
-from tests.train.conftest import Make
+from tests.train.conftest import Make, task_rows
+from tests.train.edited_teachers import edited
 
 SMALL = (
     "optim.rows=6", "optim.micro_rows=6", "optim.warmup=0", "logger.every=1", "logger.checkpoint_every=100",
@@ -64,33 +68,76 @@ def test_the_run_directory_says_what_went_in_and_what_came_out(sft_config):
     assert inputs["base"] == {
         "fingerprint": info.fingerprint, "tokenizer_sha256": info.tokenizer_hash, "template_sha256": info.template_hash,
     }  # fmt: skip
-    assert inputs["teacher"]["name"] == "nano-teacher" and len(inputs["teacher"]["fingerprint"]) == 64
-    assert inputs["teacher"]["tokenizer_sha256"] == info.tokenizer_hash
+    assert inputs["text"] == {"fingerprint": read_card(config.text.rows)["fingerprint"], "teacher": None}
+    assert inputs["prerouter"] == sha256_file(input_path(config, "prerouter")) and inputs["lora"] is None
     samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     data, _ = read_data(config.text.rows, config.text.max_length)
     assert len(samples) == 8 and [s["answer"] for s in samples] == [row.answer for row in data.held_out[:8]]
     assert all(s["completion"] and s["prompt"].startswith("<|im_start|>user") for s in samples)
 
 
-@pytest.mark.parametrize("part", ["base", "teacher"])
-def test_a_resume_on_other_inputs_is_refused(sft_config, part):
+@pytest.mark.parametrize(("part", "field"), [("base", ".fingerprint"), ("text", ".fingerprint"), ("prerouter", "")])
+def test_a_resume_on_other_inputs_is_refused(sft_config, part, field):
     config = sft_config("optim.steps=1")
     run = open_run(config)
     identity = input_identity(config)
     run.record_inputs(identity)
     other = json.loads(json.dumps(identity))
-    other[part]["fingerprint"] = "0" * 64
+    if field:
+        other[part]["fingerprint"] = "0" * 64
+    else:
+        other[part] = "0" * 64
     again = open_run(dataclasses.replace(config, resume=True))
     again.record_inputs(identity)
-    with pytest.raises(Edge0Error, match=rf"resume: .*other inputs \({part}\.fingerprint: was .*, is 0000.*run_dir"):
+    with pytest.raises(Edge0Error, match=rf"resume: .*other inputs \({part}{field}: was .*, is 0000.*run_dir"):
         again.record_inputs(other)
     assert json.loads((run.directory / "inputs.json").read_text()) == identity
 
 
+def teacher_of(config: Config) -> Teacher | None:
+    adapter = read_adapter(Path(config.run_dir) / config.tier.file_name("lora"), "lora")
+    assert adapter.provenance
+    return adapter.provenance.teacher
+
+
+def test_provenance_names_who_wrote_the_rows_not_who_is_configured(make_config, sft_config, tmp_path, capsys):
+    text = make_config(
+        "teacher_text", f"teacher.directory={edited(tmp_path / 'writer')}", f"run_dir={tmp_path / 'text'}",
+        "sample.prompts=16", "sample.eval_prompts=8", "sample.max_new_tokens=6", "sample.max_truncated=1",
+    )  # fmt: skip
+    run = open_run(text)
+    run.finish(teacher_text(text, run))
+    other = edited(tmp_path / "other", tensors=lambda tensors: {name: 2 * value for name, value in tensors.items()})
+    config = sft_config("optim.steps=1", f"text.rows={tmp_path / 'text'}", f"teacher.directory={other}")
+    do(config)
+    written_by = teacher_of(config)
+    assert written_by and written_by.id == "writer" and len(written_by.revision) == 64
+    assert read_card(tmp_path / "text")["teacher"] == dataclasses.asdict(written_by)
+    inputs = json.loads((Path(config.run_dir) / "inputs.json").read_text())
+    assert inputs["text"]["teacher"] == dataclasses.asdict(written_by) and "other" not in json.dumps(inputs)
+    said = capsys.readouterr().out
+    assert "written by writer" in said and "names no teacher" not in said
+
+
+def test_a_card_that_names_no_teacher_is_said_and_stays_unknown(sft_config, capsys):
+    config = sft_config("optim.steps=1")
+    do(config)
+    assert teacher_of(config) == Teacher("unknown", "unknown")
+    assert capsys.readouterr().out.count("names no teacher; provenance will say 'unknown'") == 1
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "chat template"])
+def test_rows_of_another_tokenizer_or_template_are_refused(sft_config, tmp_path, what):
+    key = {"tokenizer": "tokenizer_sha256", "chat template": "template_sha256"}[what]
+    (tmp_path / "text").mkdir()
+    write_data(tmp_path / "text", task_rows("train", 12), task_rows("eval", 8), {key: "0" * 64})
+    with pytest.raises(Edge0Error, match=rf"text\.rows: .* was written with another {what} \(000000000000\)"):
+        do(sft_config(f"text.rows={tmp_path / 'text'}"))
+
+
 def test_rows_whose_labels_are_all_masked_are_dropped_and_counted(sft_config, tmp_path, capsys):
     """A row without a completion has no label: it would be a silent no-op."""
-    from edge0_train.data.rows import TextRow, write_data
-    from tests.train.conftest import task_rows
+    from edge0_train.data.rows import TextRow
 
     empty = [TextRow((1, 2, 3), (), "stop")] * 5
     (tmp_path / "text").mkdir()

@@ -22,6 +22,7 @@ from edge0_train.phases.teacher_text import teacher_text
 from edge0_train.run import Run, open_run
 from tests.tiny_models import TEACHER
 from tests.train.conftest import Make
+from tests.train.edited_teachers import padded
 
 END = 2
 SMALL = ("sample.prompts=40", "sample.eval_prompts=20", "sample.batch=16", "sample.max_new_tokens=8")
@@ -95,6 +96,19 @@ def test_vllm_gets_ids_and_gives_rows(text_config, monkeypatch, leaves_end_in):
     assert {(s.temperature, s.top_p, s.max_tokens) for s in settings} == {(0.7, 0.9, 8)}
     assert len({s.seed for s in settings}) == len(settings) == 60
     assert all(isinstance(i, int) for prompts, _ in fake.calls for p in prompts for i in p["prompt_token_ids"])
+
+
+def test_vllm_writes_no_id_beyond_the_tiers_vocabulary(text_config, tmp_path, monkeypatch):
+    for directory, allowed in ((TEACHER, None), (padded(tmp_path / "teacher"), [*range(384)])):
+        fake = FakeVllm()
+        monkeypatch.setitem(sys.modules, "vllm", fake)
+        run_phase(
+            text_config(
+                "sample.backend=vllm", f"teacher.directory={directory}", f"run_dir={tmp_path / directory.parent.name}"
+            )
+        )
+        settings = [setting for _, part in fake.calls for setting in part]
+        assert settings and all(setting.allowed_token_ids == allowed for setting in settings)
 
 
 def test_vllm_marks_what_was_cut(text_config, monkeypatch):
