@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
-from edge0_runtime.sampling import Defaults, Sampling
+from edge0_runtime.sampling import Sampling
 from edge0_runtime.text import TextStream, chat_ids, decoder
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def reply(
         raise Edge0Error(
             f"the conversation has {len(prompt_ids)} tokens, the context {engine.context_length}: start anew"
         )
-    defaults = Defaults.of_model(Path(engine.model_dir))
+    defaults = engine.defaults
     sampling = Sampling(
         max_tokens=room if args.max_tokens is None else min(args.max_tokens, room),
         temperature=defaults.temperature if args.temperature is None else args.temperature,

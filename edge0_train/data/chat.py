@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.prompts import chat_ids
 from edge0_train.data.prompts import Prompt
 from edge0_train.data.rows import TextRow
 
@@ -23,7 +24,10 @@ class Chat:
     def __init__(self, directory: str | Path) -> None:
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
         if not self.tokenizer.chat_template:
             raise Edge0Error(f"{directory}: has no chat template (chat_template.jinja); add the model's")
         self.end_ids = _end_ids(Path(directory), self.tokenizer)
@@ -31,11 +35,8 @@ class Chat:
         self.pad_id = int(self.end_ids[0] if pad is None else pad)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt as the model sees it, with the opening of the assistant's turn."""
-        rendered = self.tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        return tuple(rendered["input_ids"])
+        """The prompt as the model sees it, with the opening of the assistant's turn; as the runtime encodes it."""
+        return tuple(chat_ids(self.tokenizer, prompt.messages))
 
     def text(self, ids: Sequence[int]) -> str:
         """What the ids say, without special tokens."""

@@ -129,8 +129,8 @@ def test_real_sentencepiece_tokenizer_keeps_inner_spaces_and_joins_byte_tokens()
 class Template:
     """The two attributes of mlx-lm's TokenizerWrapper that chat_ids uses."""
 
-    def __init__(self, problem: Exception | None = None, has_chat_template: bool = True) -> None:
-        self.problem, self.has_chat_template = problem, has_chat_template
+    def __init__(self, problem: Exception | None = None, chat_template: bool = True) -> None:
+        self.problem, self.chat_template = problem, has_chat_template
 
     def apply_chat_template(self, messages, add_generation_prompt):
         assert add_generation_prompt
@@ -143,6 +143,6 @@ def test_chat_ids_says_what_is_wrong_with_template_or_messages():
     turn = {"role": "user", "content": "abc"}
     assert chat_ids(Template(), [turn]) == [3]
     with pytest.raises(Edge0Error, match="this model has none"):
-        chat_ids(Template(has_chat_template=False), [turn])
+        chat_ids(Template(chat_template=False), [turn])
     with pytest.raises(Edge0Error, match="roles must alternate"):
         chat_ids(Template(jinja2.TemplateError("roles must alternate")), [turn, turn])
