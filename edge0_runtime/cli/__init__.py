@@ -1,7 +1,7 @@
 """The command line: `edge0_runtime COMMAND ...`, also `python -m edge0_runtime`.
 
-    edge0_runtime generate models/nano --prompt "12+34=" --json
-    edge0_runtime chat     models/nano --prompt "What is 12+34?"
+    edge0_runtime chat     models/nano --prompt "Add 299 and 289."
+    edge0_runtime generate models/nano --prompt "9+9+0=18 9+8+1=" --json
     edge0_runtime serve    models/nano --port 8080
     edge0_runtime verify   models/nano
     edge0_runtime bench    models/nano

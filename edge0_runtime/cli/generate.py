@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from edge0_runtime.cli.options import add_engine_options, load_engine, shower
+from edge0_runtime.cli.options import add_engine_options, load_engine, shower, unicode_text
 
 HELP = "continue a text"
 
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "--prompt",
+        type=unicode_text,
         metavar="TEXT",
         help="raw text: no chat template, no control tokens (--prompt-ids takes them)",
     )

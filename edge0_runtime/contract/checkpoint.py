@@ -168,9 +168,8 @@ class Checkpoint:
             if field in layout.derived:
                 actual = layout.derived[field](config, actual)
             if actual != expected:
-                problems.append(
-                    f"{field}: tier {tier.name} has {expected}, config.json has {actual if isinstance(actual, str) else shown(actual)}"
-                )
+                actual = actual if isinstance(actual, str) else shown(actual)
+                problems.append(f"{field}: tier {tier.name} has {expected}, config.json has {actual}")
         raise_problems(
             f"{self.directory}: not the base of tier {tier.name} ({tier.model})",
             problems,

@@ -224,7 +224,7 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:300] + "..."
 
 
-def printable(text: str, lines: int = 100, columns: int = 2000) -> str:
+def printable(text: str, lines: int = 40, columns: int = 2000) -> str:
     """A text that may quote strangers, made safe for a terminal: control characters escaped, and cut.
 
     Of too many lines the first and the last stay, of a long line its two ends: an error ends with what to do.
