@@ -21,20 +21,21 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer
 
 from edge0_runtime import request
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.model_files import check_library_files
 from edge0_runtime.experts.memory import COUNTERS
 from edge0_runtime.experts.reader import IO_THREADS
+from edge0_runtime.libraries import PreTrainedTokenizerBase
 from edge0_runtime.loading import load_model
 from edge0_runtime.model import Model
 from edge0_runtime.plan import prefill_chunk
 from edge0_runtime.request import Token
-from edge0_runtime.sampling import make_sampler
+from edge0_runtime.sampling import Defaults, make_sampler
 from edge0_runtime.sequence import Sequence
-from edge0_runtime.text import end_ids
+from edge0_runtime.text import end_tokens, load_tokenizer
 
 __all__ = ["Engine", "Token"]
 log = logging.getLogger(__name__)
@@ -44,18 +45,27 @@ class Engine:
     """A loaded model that serves one request at a time; a second one while the first is running is refused.
 
     Attributes:
-        model_dir: where it was loaded from. model: network and experts. tokenizer: mlx-lm's wrapper.
+        model_dir: where it was loaded from. model: network and experts. tokenizer: transformers'.
         sequence: of the request that is running.
-        eos_ids: end tokens. context_length: most tokens of prompt and answer together.
+        eos_ids: end tokens. defaults: how the model wants to be sampled.
+        context_length: most tokens of prompt and answer together.
         prefill_chunk: prompt tokens per forward pass.
     """
 
-    def __init__(self, model_dir: Path, model: Model, tokenizer: TokenizerWrapper) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        model: Model,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: frozenset[int],
+        defaults: Defaults,
+    ) -> None:
         self.model_dir = model_dir
         self.model = model
         self.sequence: Sequence | None = None
         self.tokenizer = tokenizer
-        self.eos_ids = end_ids(model_dir, tokenizer)
+        self.eos_ids = eos_ids
+        self.defaults = defaults
         self.context_length = model.context_length
         self.prefill_chunk = prefill_chunk(model.tier)
         self._busy = threading.Lock()
@@ -90,9 +100,13 @@ class Engine:
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
-        directory = Path(model_dir)
+        checkpoint = Checkpoint.open(model_dir)
+        check_library_files(checkpoint.directory)
+        defaults = Defaults.of_model(checkpoint.directory)
+        tokenizer = load_tokenizer(checkpoint.directory)
+        eos_ids = end_tokens(checkpoint, tokenizer)
         model = load_model(
-            directory,
+            checkpoint,
             arm=arm,
             prerouter=prerouter,
             lora=lora,
@@ -101,9 +115,7 @@ class Engine:
             allow_mismatch=allow_mismatch,
             tier_name=tier_name,
         )
-        # Said aloud: transformers would otherwise ask on a terminal whether to run code from the directory.
-        tokenizer = load_tokenizer(directory, {"trust_remote_code": False})
-        engine = cls(directory, model, tokenizer)
+        engine = cls(checkpoint.directory, model, tokenizer, eos_ids, defaults)
         log.info("%s", engine.plan())
         return engine
 

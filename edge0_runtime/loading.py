@@ -70,7 +70,7 @@ def find_adapters(directory: Path, *, prerouter: bool, lora: bool, tier_name: st
 
 
 def load_model(
-    directory: Path,
+    checkpoint: Checkpoint,
     *,
     arm: str | None,
     prerouter: bool,
@@ -82,6 +82,8 @@ def load_model(
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
+    The directory's other files are to be checked before (`check_library_files`).
+
     Bindings that can't be checked are logged as warnings. Raises Edge0Error before anything large is read.
     """
     if arm is None:
@@ -91,8 +93,7 @@ def load_model(
         raise Edge0Error(f"arm: {arm} needs the prerouter file; leave out one of --arm and --no-prerouter")
     if not 1 <= io_threads <= MAX_IO_THREADS:
         raise Edge0Error(f"io_threads: {io_threads} must be between 1 and {MAX_IO_THREADS}")
-    checkpoint = Checkpoint.open(directory)
-    adapters = find_adapters(directory, prerouter=needs_heads, lora=lora, tier_name=tier_name)
+    adapters = find_adapters(checkpoint.directory, prerouter=needs_heads, lora=lora, tier_name=tier_name)
     _check_supported(adapters.tier)
     checkpoint.check_architecture(adapters.tier)
     fingerprint = checkpoint.fingerprint()

@@ -12,11 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm.tuner.lora import LoRALinear
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.links import ABSORBED, ABSORBED_HALVES
 from edge0_runtime.contract.tier import Lora
+from edge0_runtime.libraries import LoRALinear
 
 
 def apply_lora(model: nn.Module, tensors: Mapping[str, np.ndarray], spec: Lora, dtype: mx.Dtype) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
-from mlx_lm.utils import load_model
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
+from edge0_runtime.contract.files import one_line
 from edge0_runtime.contract.links import ABSORBED
+from edge0_runtime.libraries import QuantizedSwitchLinear, load_model
 
 Weights = dict[str, mx.array]
 GROUP_SIZE = 64  # mlx's own, where config.json says nothing
@@ -48,8 +48,11 @@ def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module
 
     try:
         network: nn.Module = load_model(directory, lazy=True, get_model_classes=classes)[0]
-    except (ValueError, TypeError, KeyError) as error:
-        raise Edge0Error(f"{directory}: mlx-lm can't load this checkpoint: {error}") from error
+    except Exception as error:  # whatever a field of config.json that no tier knows makes of it
+        raise Edge0Error(
+            f"{directory}: mlx-lm can't load this checkpoint: {type(error).__name__}: {one_line(error)};"
+            " copy config.json from the base again"
+        ) from error
     return network
 
 

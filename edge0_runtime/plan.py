@@ -14,6 +14,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.host.memory import memory_limit_bytes
+from edge0_runtime.units import figures, size
 
 GIB = 2**30
 FLOAT_BYTES = 4
@@ -77,19 +78,19 @@ class Plan:
     def text(self) -> str:
         """For the user, before anything large is read."""
         lines = [
-            f"memory budget {self.budget_bytes / GIB:.3g} GiB: base {self.resident_bytes / GIB:.3g},"
-            f" adapters {self.adapter_bytes / GIB:.3g}, activations {self.workspace_bytes / GIB:.3g},"
-            f" experts {self.slots * self.slot_nbytes / GIB:.3g}",
-            f"{self.slots} of {self.experts} experts fit ({self.expert_nbytes / 2**20:.3g} MiB each);"
+            f"memory budget {size(self.budget_bytes)}: base {size(self.resident_bytes)},"
+            f" adapters {size(self.adapter_bytes)}, activations {size(self.workspace_bytes)},"
+            f" experts {size(self.slots * self.slot_nbytes)}",
+            f"{self.slots} of {self.experts} experts fit ({size(self.expert_nbytes)} each);"
             f" a token needs {self.step_experts}, {self.predicted_experts} of them known a token ahead",
         ]
         if self.full:
             return "\n".join([*lines, "all experts are read now, none while generating"])
-        lines.append(f"expected reads {self.bytes_per_token / 2**20:.4g} MiB a token")
+        lines.append(f"expected reads {size(self.bytes_per_token)} a token")
         if self.disk_bytes_per_second is not None:
             lines.append(
-                f"disk {self.disk_bytes_per_second / 1e9:.3g} GB/s at this read size: at least"
-                f" {self.floor_ms_per_token:.3g} ms a token from a cold disk"
+                f"disk {size(self.disk_bytes_per_second)}/s at this read size: at least"
+                f" {figures(self.floor_ms_per_token, ' ms')} a token from a cold disk"
             )
         return "\n".join(lines)
 
@@ -153,7 +154,7 @@ def check_memory(field: str, needed_bytes: int, fix: str) -> None:
     limit = memory_limit_bytes()
     if needed_bytes > limit:
         raise Edge0Error(
-            f"{field}: {needed_bytes / GIB:.3g} GiB are needed and this machine or control group has {limit / GIB:.3g}; {fix}"
+            f"{field}: {size(needed_bytes)} are needed and this machine or control group has {size(limit)}; {fix}"
         )
 
 

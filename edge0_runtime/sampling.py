@@ -5,17 +5,19 @@ The filters are mlx-lm's; the random state belongs to the request alone.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.model_files import read_generation_config, sampling_problem
+from edge0_runtime.libraries import apply_min_p, apply_top_k, apply_top_p
+
+COLDEST = 1e-36
+"""Colder ones take the most likely token, which is their limit: divided by them, log-probabilities are infinite in float32."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,9 @@ class Defaults:
 
     @classmethod
     def of_model(cls, model_dir: Path) -> Defaults:
-        """By generation_config.json, where it is there. Raises Edge0Error: no JSON, or a value that is no number."""
-        path = model_dir / "generation_config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as problem:
-            raise Edge0Error(f"{path}: not valid JSON: {problem}; correct or remove it") from problem
-        found = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
-        strangers = {name: value for name, value in found.items() if type(value) not in (int, float)}
-        if strangers:
-            raise Edge0Error(f"{path}: {strangers} must be numbers; correct or remove them")
-        return cls(**found)
+        """By generation_config.json, where it is there. Raises Edge0Error as `read_generation_config`."""
+        config = read_generation_config(model_dir)
+        return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
 
 
 def logprobs(logits_V: mx.array) -> mx.array:
@@ -67,15 +61,10 @@ def make_sampler(
 
     mlx-lm's sampler draws on the process-wide state, so that a seed would not fix a request's tokens.
     """
-    for name, value, allowed, text in (
-        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0"),
-        ("top_p", top_p, 0 < top_p <= 1, "larger than 0 and at most 1"),
-        ("top_k", top_k, top_k >= 0, "at least 0 (0: off)"),
-        ("min_p", min_p, 0 <= min_p <= 1, "between 0 and 1 (0: off)"),
-    ):
-        if not allowed:
-            raise Edge0Error(f"{name}: {value!r} must be {text}")
-    if temperature == 0:
+    chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    for problem in filter(None, (sampling_problem(name, value) for name, value in chosen.items())):
+        raise Edge0Error(problem)
+    if temperature < COLDEST:
         return mx.argmax
     key = mx.random.key(int.from_bytes(os.urandom(8)) if seed is None else seed % 2**64)
 
@@ -84,7 +73,9 @@ def make_sampler(
         key, step_key = mx.random.split(key)
         logprobs_1V = logprobs(logits_V)[None]
         if top_p < 1:
-            logprobs_1V = apply_top_p(logprobs_1V, top_p)
+            # Below some 1e-5, a sum over the vocabulary in float32 may leave out every token.
+            top_1V = mx.arange(logits_V.size) == mx.argmax(logits_V)
+            logprobs_1V = mx.where(top_1V, logprobs_1V, apply_top_p(logprobs_1V, top_p))
         if min_p > 0:
             logprobs_1V = apply_min_p(logprobs_1V, min_p)
         if 0 < top_k < vocab_size:

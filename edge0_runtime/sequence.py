@@ -20,8 +20,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import make_prompt_cache
 
+from edge0_runtime.libraries import make_prompt_cache
 from edge0_runtime.model import Model
 from edge0_runtime.step import Step
 

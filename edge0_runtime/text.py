@@ -12,50 +12,74 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from edge0_runtime.contract import prompts
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import strict_json
+from edge0_runtime.contract.files import one_line, raise_problems
+from edge0_runtime.contract.model_files import COPY, end_ids, end_problems, read_generation_config
+from edge0_runtime.libraries import AutoTokenizer
 
 if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from edge0_runtime.libraries import PreTrainedTokenizerBase
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
 MAX_PENDING = 3  # a UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the last one
 
 
-def chat_ids(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """A model directory's tokenizer, as training has it; code in the directory is never run.
+
+    Its files are to be checked before (`check_library_files`). Raises Edge0Error where the library can't make a tokenizer of
+    them, or where the chat template fails on one question.
+    """
+    try:
+        # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tokenizers' Rust part
+            raise
+        raise Edge0Error(f"{directory}: its tokenizer can't be loaded: {one_line(error)}; {COPY}") from error
+    if tokenizer.chat_template:
+        try:
+            chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
+        except _RefusedError:
+            pass  # by the template's own word: it may want a system turn first
+        except Edge0Error as error:
+            raise Edge0Error(f"{directory}: {error}") from error
+    return tokenizer
+
+
+class _RefusedError(Edge0Error):
+    """A template called raise_exception."""
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation in the model's own chat template, ready for the assistant's answer.
 
-    Raises Edge0Error where the model has no template, or the template refuses the conversation.
+    Raises Edge0Error where the model has no template, or the template refuses the conversation or fails on it.
     """
-    if not tokenizer.has_chat_template:
+    if not tokenizer.chat_template:
         raise Edge0Error("chat template: this model has none; use `edge0_runtime generate` with raw text")
-    turns = [dict(message) for message in messages]
     try:
-        ids: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-    except TemplateError as problem:
-        raise Edge0Error(f"messages: the model's chat template refuses them: {problem}") from problem
-    return ids
+        return prompts.chat_ids(tokenizer, messages)
+    except Exception as error:  # a template is a program of a stranger's
+        if type(error) is TemplateError:
+            raise _RefusedError(f"messages: the model's chat template refuses them: {one_line(error)}") from error
+        raise Edge0Error(
+            f"chat template: fails with {type(error).__name__}: {one_line(error)}; correct the template, or remove it and use"
+            " `edge0_runtime generate`"
+        ) from error
 
 
-def end_ids(directory: Path, tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """End tokens: the union of what generation_config.json, config.json and the tokenizer name."""
-    ids: set[int] = set(tokenizer.eos_token_ids)
-    config = _read_json(directory / "config.json")
-    for source in (_read_json(directory / "generation_config.json"), config, config.get("text_config", {})):
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        fields: dict[str, Any] = strict_json(path.read_bytes())
-    except ValueError as error:
-        raise Edge0Error(f"{path}: not valid JSON ({error}); copy it from the base again") from error
-    return fields
+def end_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """End tokens: the union of what generation_config.json, config.json and the tokenizer name; Edge0Error where one is no id."""
+    text = checkpoint.text_config()
+    problems = dict.fromkeys([*end_problems(checkpoint.config), *end_problems(text)])
+    raise_problems(f"{checkpoint.directory / 'config.json'}: values that cannot be served", problems, COPY)
+    sources = (read_generation_config(checkpoint.directory), checkpoint.config, text)
+    ends = {token for config in sources for token in end_ids(config)}
+    return frozenset(ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id})
 
 
 def decoder(tokenizer: Any) -> Decode:

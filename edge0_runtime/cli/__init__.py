@@ -1,7 +1,7 @@
 """The command line: `edge0_runtime COMMAND ...`, also `python -m edge0_runtime`.
 
-    edge0_runtime generate models/nano --prompt "12+34=" --json
-    edge0_runtime chat     models/nano --prompt "What is 12+34?"
+    edge0_runtime chat     models/nano --prompt "Add 299 and 289."
+    edge0_runtime generate models/nano --prompt "9+9+0=18 9+8+1=" --json
     edge0_runtime serve    models/nano --port 8080
     edge0_runtime verify   models/nano
     edge0_runtime bench    models/nano
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from edge0_runtime.cli import bench, chat, doctor, generate, inspect, serve, tiers, verify
 from edge0_runtime.contract.edge import DEBUG, run_command
+from edge0_runtime.contract.files import printable
 
 # A file is a command: HELP, add_arguments and run. What needs MLX or FastAPI is imported by `run`, so that help, `tiers` and
 # `inspect` work on any machine.
@@ -33,9 +34,22 @@ COMMANDS = (generate, chat, serve, verify, bench, doctor, inspect, tiers)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("edge0_runtime").setLevel(logging.INFO)  # the engine says what it loaded
+    _log_to_stderr()
     return run_command(lambda: args.run(args), debug=args.debug)
+
+
+class _Printable(logging.Formatter):
+    """A warning may quote the model directory."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("edge0_runtime").setLevel(logging.INFO)  # the engine says what it loaded
 
 
 def _parser() -> argparse.ArgumentParser:

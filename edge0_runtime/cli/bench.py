@@ -8,7 +8,7 @@ import json
 import sys
 
 from edge0_runtime.arms import ARMS, arm_class
-from edge0_runtime.cli.options import add_engine_options, load_engine
+from edge0_runtime.cli.options import add_engine_options, load_engine, unicode_text
 
 HELP = "measure speed and memory"
 PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blue and sunsets are red.")
@@ -17,7 +17,9 @@ PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blue and 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, prompts, and which arms to compare."""
     add_engine_options(parser)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: two questions")
+    parser.add_argument(
+        "--prompt", action="append", type=unicode_text, metavar="TEXT", help="may be repeated; default: two questions"
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument(
         "--arms",
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     An arm that holds all experts gets a second engine, without heads.
     """
     from edge0_runtime.measure.ab import compare, table
-    from edge0_runtime.measure.bench import bench
+    from edge0_runtime.measure.bench import bench, row_text
     from edge0_runtime.text import chat_ids
 
     with contextlib.ExitStack() as engines:
@@ -64,8 +66,7 @@ def run(args: argparse.Namespace) -> None:
             if args.json:
                 print(json.dumps(row), flush=True)
             elif args.arms is None:
-                shown = {key: value for key, value in row.items() if not isinstance(value, (list, dict))}
-                print("\n".join(f"{key:>28}: {value}" for key, value in shown.items()), end="\n\n", flush=True)
+                print(row_text(row), end="\n\n", flush=True)
     if args.arms is not None:
         print(table(rows, args.arms[-1]), file=sys.stderr if args.json else sys.stdout)
 

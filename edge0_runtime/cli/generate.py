@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from edge0_runtime.cli.options import add_engine_options, load_engine, shower
+from edge0_runtime.cli.options import add_engine_options, load_engine, shower, unicode_text
 
 HELP = "continue a text"
 
@@ -15,7 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, a prompt as text or as ids, and how its continuation is chosen and shown."""
     add_engine_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="raw text, without the chat template")
+    prompt.add_argument(
+        "--prompt",
+        type=unicode_text,
+        metavar="TEXT",
+        help="raw text: no chat template, no control tokens (--prompt-ids takes them)",
+    )
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0: the most likely token")
@@ -31,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the continuation as it comes, or with --json one object at the end; --trace writes its file meanwhile."""
     from edge0_runtime.cli.generation import expert_trace, generate
+    from edge0_runtime.contract.prompts import text_ids
     from edge0_runtime.sampling import Sampling
 
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
     with load_engine(args) as engine:
-        prompt_ids = engine.tokenizer.encode(args.prompt) if args.prompt_ids is None else args.prompt_ids
+        prompt_ids = text_ids(engine.tokenizer, args.prompt) if args.prompt_ids is None else args.prompt_ids
         with expert_trace(args.trace, engine.model.tier, prompt_ids) as record:
             result = generate(engine, prompt_ids, sampling, shower(args.json), args.ignore_eos, record)
     print(json.dumps(result.to_dict()) if args.json else "")

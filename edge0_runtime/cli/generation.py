@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
-from edge0_runtime.sampling import Defaults, Sampling
+from edge0_runtime.sampling import Sampling
 from edge0_runtime.text import TextStream, chat_ids, decoder
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ def generate(
     show: Callable[[str], None],
     ignore_eos: bool = False,
     record: Record | None = None,
+    cancel: threading.Event | None = None,
 ) -> Generation:
-    """Generate to the end, showing text as it becomes final and recording every token."""
+    """Generate to the end or until `cancel` is set, showing text as it becomes final and recording every token."""
     started = time.perf_counter()
     times: list[float] = []
     ids: list[int] = []
@@ -70,10 +72,12 @@ def generate(
     stream = TextStream(decoder(engine.tokenizer))
     reason = None
     options = asdict(sampling)
-    for step in engine.generate(prompt_ids, **options, ignore_eos=ignore_eos, trace=record is not None):
-        times.append(time.perf_counter() - started)
-        ids.append(step.token)
+    for step in engine.generate(prompt_ids, **options, ignore_eos=ignore_eos, cancel=cancel, trace=record is not None):
         reason = step.finish_reason
+        times.append(time.perf_counter() - started)
+        if reason == "cancelled":
+            break
+        ids.append(step.token)
         if record is not None:
             record(step)
         if reason != "stop":
@@ -84,17 +88,32 @@ def generate(
     return Generation(list(prompt_ids), ids, "".join(pieces), str(reason), times[0], times[-1])
 
 
+class RefusedTurnError(Edge0Error):
+    """A conversation that the template or the context doesn't take; a shorter or another one may do."""
+
+
 def reply(
-    engine: Engine, turns: Sequence[Mapping[str, str]], args: Namespace, show: Callable[[str], None]
+    engine: Engine,
+    turns: Sequence[Mapping[str, str]],
+    args: Namespace,
+    show: Callable[[str], None],
+    cancel: threading.Event | None = None,
 ) -> Generation:
-    """The assistant's answer to a conversation; `args` has max_tokens, temperature, top_p, seed or None."""
-    prompt_ids = chat_ids(engine.tokenizer, turns)
+    """The assistant's answer to a conversation; `args` has max_tokens, temperature, top_p, seed or None.
+
+    Raises RefusedTurnError before anything is generated.
+    """
+    try:
+        prompt_ids = chat_ids(engine.tokenizer, turns)
+    except Edge0Error as problem:
+        raise RefusedTurnError(str(problem)) from problem
     room = engine.context_length - len(prompt_ids)
     if room < 1:
-        raise Edge0Error(
-            f"the conversation has {len(prompt_ids)} tokens, the context {engine.context_length}: start anew"
+        limit = engine.context_length
+        raise RefusedTurnError(
+            f"messages: {len(prompt_ids)} tokens leave no room to answer in a context of {limit}; shorten them"
         )
-    defaults = Defaults.of_model(Path(engine.model_dir))
+    defaults = engine.defaults
     sampling = Sampling(
         max_tokens=room if args.max_tokens is None else min(args.max_tokens, room),
         temperature=defaults.temperature if args.temperature is None else args.temperature,
@@ -103,7 +122,7 @@ def reply(
         min_p=defaults.min_p,
         seed=args.seed,
     )
-    return generate(engine, prompt_ids, sampling, show)
+    return generate(engine, prompt_ids, sampling, show, cancel=cancel)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ import argparse
 import json
 
 from edge0_runtime.cli.options import add_directory
+from edge0_runtime.contract.files import printable
 from edge0_runtime.inspection import inspect, inspection_text
 
+LINES = 1000  # a directory's phases, metrics and parents, each on its own
 HELP = "contract and provenance of a model directory; loads no weights"
 
 
@@ -20,4 +22,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print contract and provenance, for people or as one JSON object."""
     data = inspect(args.model_dir, args.tier)
-    print(json.dumps(data, indent=2) if args.json else inspection_text(data))
+    print(json.dumps(data, indent=2) if args.json else printable(inspection_text(data), lines=LINES))

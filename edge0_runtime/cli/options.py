@@ -56,6 +56,15 @@ def load_engine(args: argparse.Namespace) -> Engine:
     )
 
 
+def unicode_text(text: str) -> str:
+    """An argument that becomes tokens: bytes of another encoding have no characters."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as problem:
+        raise argparse.ArgumentTypeError("it is not valid UTF-8") from problem
+    return text
+
+
 def shower(quiet: bool) -> Callable[[str], None]:
     """Prints text as it comes, or nothing."""
     return (lambda _: None) if quiet else (lambda text: print(text, end="", flush=True))

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import open_regular, raise_problems, read_exact, sha256_file, strict_json
+from edge0_runtime.contract.files import (
+    MAX_INDEX,
+    MAX_JSON,
+    open_regular,
+    raise_problems,
+    read_exact,
+    read_json,
+    sha256_file,
+    shown,
+)
+from edge0_runtime.contract.model_files import COPY, present, read_optional, text_config
 from edge0_runtime.contract.strict_safetensors import Header, TensorEntry, read_header
 from edge0_runtime.contract.tier import Tier
 
@@ -52,7 +62,7 @@ class Checkpoint:
         if not directory.is_dir():
             raise Edge0Error(f"{directory}: not a directory; give the directory that holds config.json and the shards")
         problems: list[str] = []
-        config = _json_object(directory / "config.json", problems)
+        config = _object(directory / "config.json", problems)
         headers: dict[str, Header] = {}
         shards = sorted(directory.glob(SHARD_PATTERN))
         for shard in shards:
@@ -75,9 +85,9 @@ class Checkpoint:
                     )
                 entries[name] = (header, entry)
         found = {shard.name for shard in shards}
-        if (directory / INDEX_NAME).exists():
-            index = _json_object(directory / INDEX_NAME, problems)
-            if index:
+        if present(directory / INDEX_NAME):
+            index = _object(directory / INDEX_NAME, problems, MAX_INDEX)
+            if index is not None:
                 problems += _index_problems(index.get("weight_map"), found, headers)
         else:
             problems += _numbering_problems(found)
@@ -86,7 +96,7 @@ class Checkpoint:
             problems,
             "download the files again, or delete stale ones",
         )
-        return cls(directory, config, entries)
+        return cls(directory, config or {}, entries)
 
     def fingerprint(self) -> str:
         """sha256 (64 hexadecimal digits) that names this base; adapters are bound to it.
@@ -126,14 +136,9 @@ class Checkpoint:
         It lies in chat_template.jinja, or else in tokenizer_config.json; a text has the same hash in both.
         """
         path = self.directory / "chat_template.jinja"
-        if path.exists():
+        if present(path):
             return sha256_file(path)
-        path = self.directory / "tokenizer_config.json"
-        if not path.exists():
-            return None
-        problems: list[str] = []
-        template = _json_object(path, problems).get("chat_template")
-        raise_problems(f"{self.directory}: unreadable", problems, "download the file again")
+        template = read_optional(self.directory / "tokenizer_config.json").get("chat_template")
         if template is None:
             return None
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)  # a list of named ones
@@ -141,8 +146,7 @@ class Checkpoint:
 
     def text_config(self) -> dict[str, Any]:
         """The language model's part of config.json: `text_config`, or all of it."""
-        text = self.config.get("text_config")
-        return text if isinstance(text, dict) else self.config
+        return text_config(self.config)
 
     def check_architecture(self, tier: Tier) -> None:
         """Raise one Edge0Error listing every field that config.json has otherwise than the tier (`differences`)."""
@@ -174,24 +178,21 @@ class Checkpoint:
             if field in layout.derived:
                 actual = layout.derived[field](config, actual)
             if actual != expected:
+                actual = actual if isinstance(actual, str) else shown(actual)
                 found[field] = f"{field}: tier {tier.name} has {expected}, config.json has {actual}"
         return found
 
 
-def _json_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The JSON object in `path`, or {} with a problem added."""
-    if not path.is_file():
+def _object(path: Path, problems: list[str], at_most: int = MAX_JSON) -> dict[str, Any] | None:
+    """The JSON object in `path`, or None with a problem added."""
+    if not present(path):
         problems.append(f"{path.name} is missing")
-        return {}
+        return None
     try:
-        value = strict_json(path.read_bytes())
-    except ValueError as error:
-        problems.append(f"{path.name} is not strict JSON: {error}")
-        return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} is not a JSON object")
-        return {}
-    return value
+        return read_json(path, COPY, at_most)
+    except Edge0Error as error:
+        problems.append(str(error))
+        return None
 
 
 def _index_problems(weight_map: Any, found: set[str], headers: Mapping[str, Header]) -> list[str]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import printable, shown
 
 DONE, WANTING, PROBLEM, FAULT = 0, 1, 2, 3
 DEBUG = "--debug"
@@ -129,5 +129,5 @@ def _told(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     with contextlib.suppress(OSError, ValueError):  # stderr may be gone
         if debug:
             traceback.print_exception(error)
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence), file=sys.stderr, flush=True)
     return code

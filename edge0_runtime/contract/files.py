@@ -37,6 +37,8 @@ MAX_LINE = 8 * MIB
 """Of one line of a JSON-lines file."""
 MAX_VALUES = 2_000_000
 """In one JSON text: what a value costs in memory is many times its three bytes of text."""
+MAX_TOKENIZER_VALUES = 4 * MAX_VALUES
+"""Of a tokenizer.json: vocabulary and merges of the largest published ones are just below 2 million."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FAILED = (errno.EIO, errno.EROFS)
@@ -95,16 +97,17 @@ def read_text(path: Path, at_most: int = MAX_JSON) -> str:
         raise Edge0Error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def read_json(path: Path, fix: str, at_most: int = MAX_JSON) -> dict[str, Any]:
+def read_json(path: Path, fix: str, at_most: int = MAX_JSON, values: int = MAX_VALUES) -> dict[str, Any]:
     """The object of a strict JSON file (`strict_json`).
 
     Args:
         fix: how to get a good one: the end of the sentence "<file>: not strict JSON (...); <fix>".
+        at_most: bytes. values: at most so many of them.
 
     Raises Edge0Error as `read_bytes`, and where it is no JSON or no object.
     """
     try:
-        value = strict_json(read_bytes(path, at_most))
+        value = strict_json(read_bytes(path, at_most), values)
     except ValueError as error:
         raise Edge0Error(f"{path}: not strict JSON ({error}); {fix}") from error
     if not isinstance(value, dict):
@@ -165,7 +168,7 @@ def read_yaml(path: Path, fix: str) -> dict[str, Any]:
     try:
         value = yaml.load(text, _StrictYaml)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise Edge0Error(f"{path}: not plain YAML ({_one_line(error)}); {fix}") from error
+        raise Edge0Error(f"{path}: not plain YAML ({one_line(error)}); {fix}") from error
     if not isinstance(value, dict):
         raise Edge0Error(f"{path}: not a YAML mapping but {shown(value)}; {fix}")
     return value
@@ -187,10 +190,6 @@ class _StrictYaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _one_line(error: Exception) -> str:
-    return shown(" ".join(str(error).split()) or type(error).__name__)[1:-1]
-
-
 def sha256_file(path: str | Path) -> str:
     """sha256 of a file's bytes as 64 hexadecimal digits. Raises Edge0Error if it cannot be read."""
     with open_regular(Path(path)) as file:
@@ -200,8 +199,8 @@ def sha256_file(path: str | Path) -> str:
             raise Edge0Error(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def strict_json(text: str | bytes, at_most: int = MAX_VALUES) -> Any:
-    """Parse JSON with duplicate keys, NaN, Infinity and more than `at_most` values refused. Raises ValueError: what is wrong."""
+def strict_json(text: str | bytes, values: int = MAX_VALUES) -> Any:
+    """Parse JSON of at most so many values; duplicate keys, NaN and Infinity refused. Raises ValueError saying what is wrong."""
     duplicates: set[str] = set()
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -213,8 +212,8 @@ def strict_json(text: str | bytes, at_most: int = MAX_VALUES) -> Any:
 
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        if sum(map(text.count, ",[{")) > at_most:
-            raise ValueError(f"more than {at_most:,} values")
+        if sum(map(text.count, ",[{")) > values:
+            raise ValueError(f"more than {values:,} values")
         value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
@@ -233,8 +232,30 @@ def raise_problems(what: str, problems: Iterable[str], fix: str) -> None:
 
 def shown(value: Any) -> str:
     """repr() for an error message; the value may be hostile, so it is escaped and cut."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's exception says, on one line; it may quote a stranger's file, so it is escaped and cut."""
+    text = printable(" ".join(str(error).split()) or type(error).__name__)
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def printable(text: str, lines: int = 40, columns: int = 2000) -> str:
+    """A text that may quote strangers, made safe for a terminal: control characters escaped, and cut.
+
+    Of too many lines the first and the last stay, of a long line its two ends: an error ends with what to do.
+    """
+    kept = text.split("\n")
+    if len(kept) > lines:
+        kept = [*kept[: lines - 1], f"  ... {len(kept) - lines:,} more lines ...", kept[-1]]
+    half = columns // 2
+    short = (line if len(line) <= columns else f"{line[:half]} ... {line[-half:]}" for line in kept)
+    return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in short)
 
 
 @contextlib.contextmanager

@@ -21,11 +21,11 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import SwitchGLU
 
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.experts.pool import SlotPool
+from edge0_runtime.libraries import SwitchGLU
 
 
 class Pass(Protocol):

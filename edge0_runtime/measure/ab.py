@@ -16,6 +16,7 @@ from edge0_runtime.arms import arm_class
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.bench import PageCache, environment, run
+from edge0_runtime.units import MISSING, figures, share, size
 
 
 def compare(
@@ -90,33 +91,33 @@ def ratios(rows: Sequence[Mapping[str, Any]], arm: str, against: str) -> list[fl
 def table(rows: Sequence[Mapping[str, Any]], against: str) -> str:
     """Medians by arm, and the paired ratio to `against` with its spread."""
     head = (
-        f"{'arm':<11} {'K':>2} {'tok/s':>7} {'step ms':>8} {'blocked':>8} {'share':>6} {'loads':>6} {'MiB':>7}"
-        f" {'device':>7} {'hits':>5} {'late':>5} {'MLX GiB':>7} {'RSS GiB':>7}  tok/s over {against} (median, range)"
+        f"{'arm':<11} {'K':>2} {'tok/s':>7} {'step ms':>8} {'blocked':>8} {'share':>6} {'loads':>6} {'bytes':>8}"
+        f" {'device':>8} {'hits':>5} {'late':>5} {'MLX':>8} {'process':>8}  tok/s over {against} (median, range)"
     )
     lines = [head]
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
 
-        def middle(name: str, scale: float = 1.0, rows: Sequence[Mapping[str, Any]] = own) -> float:
+        def middle(name: str, rows: Sequence[Mapping[str, Any]] = own) -> float | None:
             values = [row[name] for row in rows if row[name] is not None]
-            return statistics.median(values) * scale if values else float("nan")
+            return statistics.median(values) if values else None
 
         paired = sorted(ratios(rows, arm, against))
-        spread = f"{statistics.median(paired):.2f}  {paired[0]:.2f}..{paired[-1]:.2f}" if paired else "-"
+        spread = f"{statistics.median(paired):.2f}  {paired[0]:.2f}..{paired[-1]:.2f}" if paired else MISSING
         lines.append(
-            f"{arm:<11} {own[0]['k']:>2} {middle('decode_tokens_per_second'):>7.2f} {middle('decode_step_ms_p50'):>8.1f}"
-            f" {middle('decode_blocked_ms_p50'):>8.1f} {middle('decode_blocked_share'):>6.1%}"
-            f" {middle('decode_expert_loads_per_step'):>6.1f} {middle('decode_expert_bytes_per_step', 2**-20):>7.2f}"
-            f" {middle('decode_device_bytes_per_step', 2**-20):>7.2f} {middle('decode_expert_hit_rate'):>5.0%}"
-            f" {middle('decode_expert_late_per_step'):>5.1f} {middle('mlx_peak_bytes', 2**-30):>7.2f}"
-            f" {middle('process_peak_rss_bytes', 2**-30):>7.2f}  {spread}"
+            f"{arm:<11} {own[0]['k']:>2} {figures(middle('decode_tokens_per_second')):>7}"
+            f" {figures(middle('decode_step_ms_p50')):>8} {figures(middle('decode_blocked_ms_p50')):>8}"
+            f" {share(middle('decode_blocked_share')):>6} {figures(middle('decode_expert_loads_per_step')):>6}"
+            f" {size(middle('decode_expert_bytes_per_step')):>8} {size(middle('decode_device_bytes_per_step')):>8}"
+            f" {share(middle('decode_expert_hit_rate')):>5} {figures(middle('decode_expert_late_per_step')):>5}"
+            f" {size(middle('mlx_peak_bytes')):>8} {size(middle('process_peak_rss_bytes')):>8}  {spread}"
         )
     plan = next((row["plan"] for row in rows if row["plan"]), None)
     if plan and plan["disk_bytes_per_second"]:
         lines.append(
-            f"disk {plan['disk_bytes_per_second'] / 1e9:.3g} GB/s at the engine's read size;"
+            f"disk {size(plan['disk_bytes_per_second'])}/s at the engine's read size;"
             f" page cache {rows[0]['page_cache']}:"
-            f" {(rows[0]['page_cache_bytes_before'] or 0) / 2**30:.2f} GiB before the first run,"
-            f" {(rows[-1]['page_cache_bytes_after'] or 0) / 2**30:.2f} after the last"
+            f" {size(rows[0]['page_cache_bytes_before'])} before the first run,"
+            f" {size(rows[-1]['page_cache_bytes_after'])} after the last"
         )
     return "\n".join(lines)

@@ -7,10 +7,11 @@ are apart; times are the caller's, from one token to the next.
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +27,7 @@ from edge0_runtime.host.memory import (
     process_io,
     reset_peak_rss,
 )
+from edge0_runtime.units import figures, share, size
 
 COUNTERS = (
     "expert_loads", "expert_bytes", "expert_hits", "expert_misses", "expert_late_misses", "blocked_load_seconds",
@@ -126,6 +128,32 @@ def environment(engine: Engine) -> dict[str, Any]:
     }
 
 
+def row_text(row: Mapping[str, Any]) -> str:
+    """A row for people; all of it is in the JSON."""
+    lines = {
+        "arm": f"{row['arm']}, tier {row['tier']}, K {row['k']}, {'with' if row['lora'] else 'without'} LoRA",
+        "first token": f"{figures(row['ttft_seconds'])} s for a prompt of {row['prompt_tokens']} tokens"
+        f" ({figures(row['prefill_tokens_per_second'])} tokens/s)",
+        "peak memory": f"MLX {size(row['mlx_peak_bytes'])}, process {size(row['process_peak_rss_bytes'])}",
+    }
+    if row["generated_tokens"] > 1:
+        lines["decode"] = (
+            f"{figures(row['decode_tokens_per_second'])} tokens/s over {row['generated_tokens']} tokens; a step takes"
+            f" {figures(row['decode_step_ms_p50'])} ms, 95 % of them at most {figures(row['decode_step_ms_p95'])} ms,"
+            f" {share(row['decode_blocked_share'])} of it waiting for experts"
+        )
+    if row["decode_expert_hit_rate"] is not None:
+        lines["experts"] = (
+            f"{share(row['decode_expert_hit_rate'])} were in memory; a token reads"
+            f" {figures(row['decode_expert_loads_per_step'])} ({size(row['decode_expert_bytes_per_step'])}),"
+            f" {figures(row['decode_expert_late_per_step'])} of them late;"
+            f" {size(row['decode_device_bytes_per_step'])} of it from the device"
+        )
+    if row["expert_overlap"] is not None:
+        lines["routing"] = f"{share(row['expert_overlap'])} of a token's experts were the last token's too"
+    return "\n".join(f"{name:>12}  {text}" for name, text in lines.items())
+
+
 def _rates(prompt_tokens: int, samples: Sequence[Sample], device_bytes: int | None) -> dict[str, Any]:
     """From (time, counters) at the start and after every token."""
     (first, at_first), (last, at_last) = samples[1], samples[-1]
@@ -165,7 +193,7 @@ def _rates(prompt_tokens: int, samples: Sequence[Sample], device_bytes: int | No
 def _quantiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return {f"{name}_p50": None, f"{name}_p95": None}
-    return {f"{name}_p50": statistics.median(values), f"{name}_p95": sorted(values)[int(0.95 * (len(values) - 1))]}
+    return {f"{name}_p50": statistics.median(values), f"{name}_p95": sorted(values)[math.ceil(0.95 * len(values)) - 1]}
 
 
 def _overlap(experts_TLK: Sequence[np.ndarray]) -> float | None:

@@ -16,6 +16,7 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.host.disk import depth_sweep
 from edge0_runtime.host.memory import memory_limit_bytes, page_cache_bytes
 from edge0_runtime.loading import find_adapters
+from edge0_runtime.units import figures, size
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-lm", "numpy", "transformers")
 DEPTHS = (1, 2, 4, 8)
@@ -62,23 +63,22 @@ def doctor(model_dir: Path, tier_name: str | None, max_bytes: int) -> dict[str, 
 
 def doctor_text(data: dict[str, Any]) -> str:
     """`doctor` for people."""
-    gib = 2**30
+    expert, step = size(data["expert_bytes"]), size(data["step_bytes"])
     lines = [
         f"{data['platform']}, Python {data['python']}, {data['cpus']} CPUs, device {data['device']}",
         ", ".join(f"{name} {number}" for name, number in data["versions"].items()),
-        f"memory {data['memory_bytes'] / gib:.1f} GiB, {data['memory_available_bytes'] / gib:.1f} available",
-        f"tier {data['tier']}: {data['experts']} experts of {data['expert_bytes'] / 2**20:.3g} MiB in"
-        f" {len(data['expert_ranges'])} ranges; {data['step_bytes'] / 2**20:.4g} MiB a token if nothing repeats",
-        f"files {data['expert_file_bytes'] / gib:.2f} GiB,"
-        f" {(data['page_cache_bytes'] or 0) / gib:.2f} of them in the page cache",
+        f"memory {size(data['memory_bytes'])}, {size(data['memory_available_bytes'])} available",
+        f"tier {data['tier']}: {data['experts']} experts of {expert} in {len(data['expert_ranges'])} ranges;"
+        f" {step} a token if nothing repeats",
+        f"files {size(data['expert_file_bytes'])}, {size(data['page_cache_bytes'])} of them in the page cache",
     ]
     if not data["disk"]:
         return "\n".join([*lines, "disk: this file system has no reads past the page cache; not measured"])
     for speed in data["disk"]:
         floor = 1e3 * data["step_bytes"] / speed["bytes_per_second"]
         lines.append(
-            f"disk, {speed['threads']} threads: {speed['bytes_per_second'] / 1e9:.3g} GB/s,"
-            f" {speed['ms_per_expert']:.3g} ms an expert, {floor:.3g} ms a token"
+            f"disk, {speed['threads']} threads: {size(speed['bytes_per_second'])}/s,"
+            f" {figures(speed['ms_per_expert'], ' ms')} an expert, {figures(floor, ' ms')} a token"
         )
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.prompts import chat_ids
 from edge0_train.data.conversations import Prompt, Refused
 from edge0_train.data.rows import TextRow
 
@@ -29,7 +30,10 @@ class Chat:
     def __init__(self, directory: str | Path) -> None:
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
         if not self.tokenizer.chat_template:
             raise Edge0Error(f"{directory}: has no chat template (chat_template.jinja); add the model's")
         self.end_ids = _end_ids(Path(directory), self.tokenizer)
@@ -37,11 +41,10 @@ class Chat:
         self.pad_id = int(self.end_ids[0] if pad is None else pad)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt as the model sees it, with the opening of the assistant's turn.
+        """The prompt as the model sees it, with the opening of the assistant's turn; as the runtime encodes it.
 
         Raises Refused: the template does not take it, or would leave out a part of it without a word.
         """
-        self._check_control_tokens(prompt)
         self._check_carrying(prompt)
         ids = self._render(prompt.messages, prompt.tools)
         for role in sorted({message["role"] for message in prompt.messages} - set(PLAIN_ROLES)):
@@ -61,17 +64,10 @@ class Chat:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-            )
+            return tuple(chat_ids(self.tokenizer, messages, tools))
         except Exception as error:  # a template is a program of the model's: it may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise Refused(f"the chat template refuses it ({shown(reason)[1:-1]})") from error
-        return tuple(rendered["input_ids"])
 
     def _unchanged(
         self, ids: tuple[int, ...], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
@@ -90,13 +86,6 @@ class Chat:
             for name in sorted(used):
                 if not re.search(rf"\b{name}\b", template):
                     raise Refused(f"{name}, which the chat template has no place for")
-
-    def _check_control_tokens(self, prompt: Prompt) -> None:
-        """Serving encodes a user's `<|im_end|>` as text, the template here would make it the token."""
-        for message in prompt.messages:
-            for token in self.tokenizer.all_special_tokens:
-                if token in message["content"]:
-                    raise Refused(f"a message with the control token {shown(token)}")
 
     def text(self, ids: Sequence[int]) -> str:
         """What the ids say, without special tokens."""

@@ -75,7 +75,8 @@ TIER = Tier.from_dict(
 )  # fmt: skip
 
 
-def _write_base(directory: Path) -> None:
+def write_base(directory: Path) -> None:
+    """The int4 base and its tokenizer."""
     text = ARCHITECTURE | {
         "model_type": "qwen3_5_moe_text",
         "max_position_embeddings": CONTEXT,
@@ -109,7 +110,7 @@ def _write_base(directory: Path) -> None:
 def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base alone, without adapter files."""
     directory = tmp_path_factory.mktemp("base")
-    _write_base(directory)
+    write_base(directory)
     return directory
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import uvicorn
@@ -28,10 +28,14 @@ WAIT_S = 20.0  # of events that come at once unless something is broken
 class ByteTokenizer:
     """Token n is byte n; the chat template writes `role:content;` per turn."""
 
-    has_chat_template = True
+    chat_template = "role:content;"
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
-    def apply_chat_template(self, turns: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        return list("".join(f"{turn['role']}:{turn['content']};" for turn in turns).encode())
+    def apply_chat_template(self, turns: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
+        return "".join(f"{turn['role']}:{turn['content']};" for turn in turns)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return bytes(token for token in ids if token < END).decode("utf-8", "replace")

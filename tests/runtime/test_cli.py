@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from edge0_runtime.cli import main
 from edge0_runtime.contract.checkpoint import Checkpoint
-from edge0_runtime.contract.files import sha256_file
-from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
 from edge0_runtime.engine import Engine
+from tests.own_trace import write_own_trace
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -233,25 +231,6 @@ def test_chat_json_needs_a_prompt(run, tiny_dir):
 # -- verify and bench --------------------------------------------------------------------------------------
 
 
-def write_own_trace(directory: Path, target: Path, wrong: bool = False) -> None:
-    """A reference made by the engine itself; a wrong one claims the second most likely token at the start."""
-    with Engine.load(directory) as engine:
-        steps = list(engine.generate([5, 6, 7], max_tokens=4, ignore_eos=True, trace=True))
-    top = [np.argsort(-step.logits)[:8] for step in steps]
-    values = [step.logits[ids] for step, ids in zip(steps, top, strict=True)]
-    if wrong:
-        top[0][:2] = top[0][1::-1]
-    prompt = PromptTrace(
-        np.array([5, 6, 7], np.int32),
-        np.array([ids[0] for ids in top], np.int32),
-        np.stack([step.experts for step in steps]).astype(np.int32),
-        np.stack(top).astype(np.int32),
-        np.stack(values).astype(np.float32),
-    )
-    hashes = [sha256_file(directory / f"{kind}_edge0_tiny.safetensors") for kind in ("prerouter", "lora")]
-    write_trace(target, ReferenceTrace("tiny", Checkpoint.open(directory).fingerprint(), *hashes, "float32", (prompt,)))
-
-
 def linked_copy(directory: Path, target: Path) -> Path:
     for path in directory.iterdir():
         (target / path.name).symlink_to(path)
@@ -277,8 +256,8 @@ def test_bench_prints_one_row_per_prompt(run, tiny_dir):
     code, out, _ = run("bench", tiny_dir, "--prompt", "1+1", "--prompt", "2+2", "--max-tokens", 3, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [row["generated_tokens"] for row in rows] == [3, 3]
-    code, out, _ = run("bench", tiny_dir, "--prompt", "1+1", "--max-tokens", 3)
-    assert code == 0 and "decode_tokens_per_second" in out
+    code, out, _ = run("bench", tiny_dir, "--prompt", "1+1", "--prompt", "2+2", "--max-tokens", 3)
+    assert code == 0 and out.count("tokens/s over 3 tokens") == 2
 
 
 # -- errors and processes ----------------------------------------------------------------------------------

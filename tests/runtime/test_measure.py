@@ -142,7 +142,7 @@ def test_doctor_reads_nothing_but_experts(tiny_dir: Path) -> None:
     assert (data["tier"], data["experts"], data["expert_bytes"], data["step_bytes"]) == ("tiny", 32, 13_824, 8 * 13_824)
     assert len(data["expert_ranges"]) == 9 and data["versions"]["mlx"]
     assert [speed["threads"] for speed in data["disk"]] in ([1, 2, 4, 8], [])
-    assert "32 experts of 0.0132 MiB in 9 ranges" in doctor_text(data)
+    assert "32 experts of 13.5 KiB in 9 ranges" in doctor_text(data)
     assert "not measured" in doctor_text(data | {"disk": []})
 
 
@@ -243,9 +243,9 @@ def test_bench_refuses_arms_that_do_not_exist(tiny_dir: Path, capsys: pytest.Cap
 
 def test_what_does_not_fit_is_refused_before_it_is_read(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edge0_runtime.plan.memory_limit_bytes", lambda: 2**16)
-    with pytest.raises(Edge0Error, match=r"arm resident: .* GiB are needed .* choose one that streams"):
+    with pytest.raises(Edge0Error, match=r"arm resident: .* are needed .* choose one that streams"):
         Engine.load(tiny_dir, arm="resident")
-    with pytest.raises(Edge0Error, match=r"memory_budget: .* GiB are needed .* give less"):
+    with pytest.raises(Edge0Error, match=r"memory_budget: .* are needed .* give less"):
         Engine.load(tiny_dir, memory_budget=4.0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import jinja2
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -126,23 +125,16 @@ def test_real_sentencepiece_tokenizer_keeps_inner_spaces_and_joins_byte_tokens()
     assert [stream.add(token) for token in ids] == ["fox", " fox", "", "", "", "😀", "", " fox", "fox"]
 
 
-class Template:
-    """The two attributes of mlx-lm's TokenizerWrapper that chat_ids uses."""
-
-    def __init__(self, problem: Exception | None = None, has_chat_template: bool = True) -> None:
-        self.problem, self.has_chat_template = problem, has_chat_template
-
-    def apply_chat_template(self, messages, add_generation_prompt):
-        assert add_generation_prompt
-        if self.problem:
-            raise self.problem
-        return [len(message["content"]) for message in messages]
-
-
 def test_chat_ids_says_what_is_wrong_with_template_or_messages():
+    tokenizer = byte_level_tokenizer()
     turn = {"role": "user", "content": "abc"}
-    assert chat_ids(Template(), [turn]) == [3]
     with pytest.raises(Edge0Error, match="this model has none"):
-        chat_ids(Template(has_chat_template=False), [turn])
-    with pytest.raises(Edge0Error, match="roles must alternate"):
-        chat_ids(Template(jinja2.TemplateError("roles must alternate")), [turn, turn])
+        chat_ids(tokenizer, [turn])
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    assert len(chat_ids(tokenizer, [turn])) == 3
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(Edge0Error, match=r"messages: .* refuses them: roles must alternate"):
+        chat_ids(tokenizer, [turn, turn])
+    tokenizer.chat_template = "{{ messages[1].content + 1 }}"
+    with pytest.raises(Edge0Error, match=r"chat template: fails with TypeError: .*; correct the template"):
+        chat_ids(tokenizer, [turn, turn])

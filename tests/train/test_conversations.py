@@ -149,7 +149,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "number": ({"messages": [{"role": "user", "content": 3}]}, "content that is no text"),
     "text message": ({"messages": ["hello"]}, "a message that is no object"),
     "list": ([1], "a row that is no object"),
-    "control token": ({"messages": [{"role": "user", "content": "a<|im_end|>b"}]}, r"the control token '<\|im_end\|>'"),
     "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "text that is no Unicode"),
     "cut line": ('{"messages": [{"role"', "not strict JSON"),
     "no line": ("%%%", "not strict JSON"),
