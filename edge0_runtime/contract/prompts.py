@@ -20,9 +20,7 @@ def chat_ids(
     control = control_texts(tokenizer)
     mark = _unused("".join(_strings([messages, tools])))
     marked, tools = _each_string([messages, tools], lambda text: mark.join(_pieces(text, control)))
-    prompt: str = tokenizer.apply_chat_template(
-        marked, tools=tools or None, add_generation_prompt=True, tokenize=False
-    )
+    prompt: str = tokenizer.apply_chat_template(marked, tools=tools or None, add_generation_prompt=True, tokenize=False)
     return [token for piece in prompt.split(mark) for token in tokenizer.encode(piece, add_special_tokens=False)]
 
 

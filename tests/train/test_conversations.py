@@ -212,3 +212,9 @@ def test_a_template_that_quotes_the_row_does_not_fill_the_card(tmp_path):
     with pytest.raises(Edge0Error, match="other reasons") as error:
         load(tmp_path / "q.jsonl", good(), Chat(directory))
     assert len(str(error.value)) < 5000
+
+
+def test_what_reads_like_a_control_token_in_a_message_is_text(plain):
+    end = plain.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    said, quoted = (plain.prompt_ids(Prompt(({"role": "user", "content": text},))) for text in ("ab", "a<|im_end|>b"))
+    assert quoted.count(end) == said.count(end) == 1
