@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter
-from edge0_runtime.contract.binding import check_binding, upstream_problems
+from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
+from edge0_runtime.contract.public_runtime import upstream_base_problems, upstream_problems
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
 from edge0_train.adapters import describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
@@ -51,7 +52,8 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(config, student)
     _place_base(Path(config.base.directory), target, student.base.fingerprint)
-    problems: dict[str, list[str]] = {}
+    exported = Checkpoint.open(target)
+    problems = {"base": upstream_base_problems(exported, tier)}
     for kind, adapter in adapters.items():
         assert adapter
         with atomic_replace(target / tier.file_name(kind)) as temporary:
@@ -60,7 +62,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         if read.sha256 != adapter.sha256:
             raise Edge0Error(f"{read.path}: reads back as {read.sha256}, written was {adapter.sha256}; check the disk")
         problems[kind] = upstream_problems(read)
-    check_binding(Checkpoint.open(target).fingerprint(), adapters["prerouter"], adapters["lora"])
+    check_binding(exported.identity(), adapters["prerouter"], adapters["lora"])
     write_trace(target / tier.file_name("verify"), trace, tier)
     for name, reasons in problems.items():
         verdict = "not loadable upstream: " + "; ".join(reasons) if reasons else "loads in the public runtime"
