@@ -225,4 +225,3 @@ def _value(value: Any) -> str:
         numbers = all(type(item) is int for item in value)
         return runs(value) if numbers else ", ".join(map(str, value))
     return "none" if value is None else str(value)
-

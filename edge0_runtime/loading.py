@@ -98,7 +98,9 @@ def load_model(
     base = checkpoint.identity()
     for note in check_binding(base, adapters.prerouter, adapters.lora, allow_mismatch):
         log.warning("%s", note)
-    identity = Identity(base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
+    identity = Identity(
+        base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora))
+    )
     store = ExpertStore.open(checkpoint, adapters.tier, base.fingerprint)
     try:
         return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads)

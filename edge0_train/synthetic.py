@@ -92,7 +92,7 @@ def write_base(
     tier: Tier,
     *,
     seed: int = 0,
-    names: Names = "mlx",
+    names: Names = "published",
     headers_only: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:

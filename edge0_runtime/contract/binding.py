@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from edge0_runtime.contract.artifacts import Adapter, Kind
@@ -31,41 +32,15 @@ def check_binding(
     differ are refused even with the flag, since no one contract serves both; the LoRA's own layout may differ, for it does
     not concern the heads.
     """
+    adapters = [adapter for adapter in (prerouter, lora) if adapter is not None]
     if prerouter is not None and lora is not None:
         raise_problems(
             f"{prerouter.path} and {lora.path} belong to different tiers",
             [f"{name}: {one} and {two}" for name, one, two in tier_differences("prerouter", prerouter.tier, lora.tier)],
             "serve two adapters of one tier",
         )
-    notes: list[str] = []
-    mismatches: list[str] = []
-    undated: list[str] = []
-    for adapter in (prerouter, lora):
-        if adapter is None:
-            continue
-        trained = adapter.provenance
-        if trained is None:
-            notes.append(f"{adapter.path}: carries no contract, so its binding to the base cannot be checked")
-            continue
-        if trained.base_fingerprint != base.fingerprint:
-            mismatches.append(
-                f"{adapter.path} was trained for base {trained.base_fingerprint}, the base served is {base.fingerprint}"
-            )
-        if trained.base_config is None:
-            undated.append(str(adapter.path))
-        else:
-            changed = config_differences(trained.base_config, base.config)
-            mismatches += [f"{adapter.path} was trained on another base: {change}" for change in changed]
-    if undated:
-        notes.append(
-            f"{' and '.join(undated)}: from before adapters recorded the base's config.json, so a changed field of it"
-            " (rope_theta, ...) cannot be told"
-        )
-    if prerouter is not None and lora is not None and lora.provenance is not None:
-        trained_with = lora.provenance.prerouter_sha256
-        if trained_with != prerouter.sha256:
-            with_what = f"prerouter {trained_with}" if trained_with else "no prerouter"
-            mismatches.append(f"{lora.path} was trained with {with_what}, the prerouter served is {prerouter.sha256}")
+    mismatches = [mismatch for adapter in adapters for mismatch in _base_mismatches(adapter, base)]
+    mismatches += _prerouter_mismatch(prerouter, lora)
     if not allow_mismatch:
         raise_problems(
             "base, prerouter and LoRA do not belong together",
@@ -74,7 +49,46 @@ def check_binding(
             if allow_mismatch is None
             else "serve the files that were made together, or pass --allow-mismatch to serve these all the same",
         )
-    return notes + [f"--allow-mismatch: {mismatch}" for mismatch in mismatches]
+    return _unchecked(adapters) + [f"--allow-mismatch: {mismatch}" for mismatch in mismatches]
+
+
+def _base_mismatches(adapter: Adapter, base: BaseIdentity) -> list[str]:
+    trained = adapter.provenance
+    if trained is None:
+        return []
+    mismatches = []
+    if trained.base_fingerprint != base.fingerprint:
+        mismatches.append(
+            f"{adapter.path} was trained for base {trained.base_fingerprint}, the base served is {base.fingerprint}"
+        )
+    changed = [] if trained.base_config is None else config_differences(trained.base_config, base.config)
+    return mismatches + [f"{adapter.path} was trained on another base: {change}" for change in changed]
+
+
+def _prerouter_mismatch(prerouter: Adapter | None, lora: Adapter | None) -> list[str]:
+    if prerouter is None or lora is None or lora.provenance is None:
+        return []
+    trained_with = lora.provenance.prerouter_sha256
+    if trained_with == prerouter.sha256:
+        return []
+    with_what = f"prerouter {trained_with}" if trained_with else "no prerouter"
+    return [f"{lora.path} was trained with {with_what}, the prerouter served is {prerouter.sha256}"]
+
+
+def _unchecked(adapters: Sequence[Adapter]) -> list[str]:
+    """What nobody can check, a sentence each."""
+    notes = [
+        f"{adapter.path}: carries no contract, so its binding to the base cannot be checked"
+        for adapter in adapters
+        if adapter.provenance is None
+    ]
+    older = [str(a.path) for a in adapters if a.provenance is not None and a.provenance.base_config is None]
+    if older:
+        notes.append(
+            f"{' and '.join(older)}: from before adapters recorded the base's config.json, so a changed field of it"
+            " (rope_theta, ...) cannot be told"
+        )
+    return notes
 
 
 def tier_differences(kind: Kind, one: Tier, two: Tier) -> list[tuple[str, Any, Any]]:

@@ -129,7 +129,7 @@ class Provenance:
             "phases": [
                 dataclasses.asdict(phase) | {"parents": dict(phase.parents), "metrics": dict(phase.metrics)}
                 for phase in self.phases
-            ]
+            ],
         }
 
     @classmethod

@@ -68,13 +68,17 @@ def upstream_base_problems(checkpoint: Checkpoint, tier: Tier) -> list[str]:
         return [_no_engine(tier)]
     layout, names = tier.layout, checkpoint.entries.keys()
     problems = []
-    if checkpoint.text_config().get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in names):
+    if checkpoint.text_config().get("tie_word_embeddings") or not any(
+        name.endswith("lm_head.weight") for name in names
+    ):
         problems.append("the output head is the embedding (tie_word_embeddings); it needs an lm_head.weight of its own")
     keys = product(layout.moe_layers(tier.architecture), PROJECTIONS, QUANTISED_PARTS)
     experts = [f"{layout.layer_path(n)}.{layout.published_experts}.{name}.{part}" for n, name, part in keys]
     missing = next((name for name in experts if name not in names), None)
     if missing:
-        problems.append(f"{missing} is missing, where it stops; phase=quantize writes its names with base.names=published")
+        problems.append(
+            f"{missing} is missing, where it stops; phase=quantize writes its names with base.names=published"
+        )
     halves = sorted({half for half in ABSORBED_HALVES for name in names if name.endswith(f".{half}.weight")})
     if halves:
         problems.append(
@@ -83,7 +87,9 @@ def upstream_base_problems(checkpoint: Checkpoint, tier: Tier) -> list[str]:
         )
     files = sorted({header.path.name for header, _ in checkpoint.entries.values()})
     if layout.one_file and files != [ONE_FILE]:
-        problems.append(f"the base lies in {', '.join(files[:3])}{', ...' * (len(files) > 3)}; it reads {ONE_FILE} alone")
+        problems.append(
+            f"the base lies in {', '.join(files[:3])}{', ...' * (len(files) > 3)}; it reads {ONE_FILE} alone"
+        )
     scales = {checkpoint.entries[name][1].dtype for name in experts if name in names and not name.endswith(".weight")}
     if scales - {_SCALES}:
         problems.append(f"scales of the experts are {', '.join(sorted(scales))}; it takes the bytes for {_SCALES}")

@@ -1,4 +1,4 @@
-"""A transformers directory -> the int4 MLX directory to deploy, bit for bit as `mlx_lm.convert -q` makes it, or in published names.
+"""A transformers directory -> the int4 MLX directory to deploy, bit for bit as `mlx_lm.convert -q` makes it.
 
     summary = quantize_checkpoint("runs/nano-teacher/model", "models/nano-int4", tier)
 

@@ -24,7 +24,7 @@ from edge0_train.run import Run
 
 
 def quantize(config: Config, run: Run) -> dict[str, Any]:
-    """Write `base.directory` from `base.source`: the values of mlx-lm's own conversion bit for bit, and with base.names=mlx the file."""
+    """Write `base.directory` from `base.source`: the values of mlx-lm's own conversion bit for bit, under either names."""
     source, target = Path(config.base.source), Path(config.base.directory)
     config_file = source / "config.json"
     if not config_file.is_file():

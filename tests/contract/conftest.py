@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract import PhaseRecord, Provenance, Teacher, Tier, builtin_tier, read_adapter, write_adapter
-
 from tests.contract.adapters import CONFIG
 
 SHA = {name: digit * 64 for name, digit in zip(("base", "tokenizer", "template", "other"), "abcd", strict=True)}

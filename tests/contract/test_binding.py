@@ -63,12 +63,17 @@ def test_files_without_a_contract_are_served_with_a_note(tmp_path, tensors, nano
 def test_a_changed_field_of_the_bases_config_is_refused_by_name_and_with_both_values(pair):
     theta = BaseIdentity(BASE, CONFIG | {"rope_parameters.rope_theta": 1e5})
     text = refusal(check_binding, theta, *pair, allow_mismatch=False)
-    assert text.count("rope_parameters.rope_theta was 10000.0 in its config.json and is 100000.0") == 2  # for both files
+    assert (
+        text.count("rope_parameters.rope_theta was 10000.0 in its config.json and is 100000.0") == 2
+    )  # for both files
     assert "rms_norm_eps" not in text and "--allow-mismatch" in text
     assert len(check_binding(theta, *pair, allow_mismatch=True)) == 2
     for config, says in (
         (CONFIG | {"sliding_window": 128}, "sliding_window was absent in its config.json and is 128"),
-        ({"rms_norm_eps": 1e-6}, "layer_types was ['linear_attention', 'full_attention'] in its config.json and is absent"),
+        (
+            {"rms_norm_eps": 1e-6},
+            "layer_types was ['linear_attention', 'full_attention'] in its config.json and is absent",
+        ),
         (CONFIG | {"\x1b[31m": "\x1b" * 999}, "'\\x1b[31m' was absent in its config.json and is '\\x1b\\x1b"),
     ):
         text = refusal(check_binding, BaseIdentity(BASE, config), *pair)
@@ -80,7 +85,9 @@ def test_adapters_from_before_the_config_was_recorded_are_served_and_it_is_said_
     old[1] = read_adapter(written("lora", base_config=None, prerouter_sha256=old[0].sha256), "lora")
     (note,) = check_binding(IDENTITY, *old)
     assert "rope_theta" in note and all(str(adapter.path) in note for adapter in old)
-    assert BASE not in refusal(check_binding, ELSEWHERE, *old).partition("trained for base")[0]  # the fingerprint still binds
+    assert (
+        BASE not in refusal(check_binding, ELSEWHERE, *old).partition("trained for base")[0]
+    )  # the fingerprint still binds
 
 
 def test_without_a_flag_none_is_offered(pair):

@@ -139,5 +139,7 @@ def test_a_sharded_8b_and_other_scales_than_bf16_are_said(tmp_path):
     assert problem == "the base lies in model-00001-of-00001.safetensors; it reads model.safetensors alone"
     name = "model.layers.9.mlp.experts.up_proj.scales"
     header, entry = whole.entries[name]
-    other = Checkpoint(whole.directory, whole.config, whole.entries | {name: (header, dataclasses.replace(entry, dtype="F16"))})
+    other = Checkpoint(
+        whole.directory, whole.config, whole.entries | {name: (header, dataclasses.replace(entry, dtype="F16"))}
+    )
     assert any("scales of the experts are BF16, F16" in problem for problem in upstream_base_problems(other, LING))
