@@ -8,7 +8,9 @@ Source: github.com/Edge0-AI/Edge0 of September 2026, `python/src/edge0`: `models
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
+from typing import Any
 
 from edge0_runtime.contract.artifacts import Adapter
 from edge0_runtime.contract.base_config import mathematical_fields
@@ -49,16 +51,9 @@ def upstream_problems(adapter: Adapter) -> list[str]:
     name = own.file_name(adapter.kind)
     if adapter.path.name != name:
         problems.append(f"the file is {adapter.path.name}; it opens {name} and no other")
-    for field, value, compiled in (
-        ("k", tier.k, own.k),
-        (tier.layout.num_experts, tier.num_experts, own.num_experts),
-        ("router", tier.router.plain, own.router),
-        ("feature_topk", tier.feature_topk, own.feature_topk),
-        ("first_token", tier.first_token, own.first_token),
-    ):
-        if value != compiled:
-            problems.append(f"{field} is {value}; it has {compiled}")
-    return problems + _layer_problems(tier, own)
+    mine, its = _compiled_in(tier), _compiled_in(own)
+    problems += [f"{field} is {mine[field]}; it has {its[field]}" for field in mine if mine[field] != its[field]]
+    return problems + (_layer_problems(tier, own) if adapter.kind == "prerouter" else [])
 
 
 def upstream_base_problems(checkpoint: Checkpoint, tier: Tier) -> list[str]:
@@ -105,6 +100,17 @@ def _engine(tier: Tier) -> Tier | None:
     return next((own for own in map(builtin_tier, UPSTREAM_TIERS) if own.family == tier.family), None)
 
 
+def _compiled_in(tier: Tier) -> dict[str, Any]:
+    """What an engine has of its tier, whatever the files say; the layers aside."""
+    return {
+        "k": tier.k,
+        tier.layout.num_experts: tier.num_experts,
+        **{f"router.{name}": value for name, value in dataclasses.asdict(tier.router.plain).items()},
+        "feature_topk": tier.feature_topk,
+        "first_token": tier.first_token,
+    }
+
+
 def _no_engine(tier: Tier) -> str:
     families = [builtin_tier(name).family for name in UPSTREAM_TIERS]
     return f"family is {tier.family}; it has engines for {' and '.join(families)} alone"
@@ -112,19 +118,17 @@ def _no_engine(tier: Tier) -> str:
 
 def _layer_problems(tier: Tier, own: Tier) -> list[str]:
     """What differs in the layers that are predicted; the softmax engine's go with the model's depth, the other's are fixed."""
-    last = tier.num_layers - 1
-    needed = own.owners
-    consumers = own.consumers
-    if own.router.kind == "softmax_topk":
-        needed = tuple(range(own.owners[0], last))
-        consumers = tuple(range(own.start_layer, last))
     problems = []
-    if last in tier.consumers and last not in consumers:
-        problems.append(f"layer {last}, the last one, is predicted; it never predicts the last layer")
-    mine = [layer for layer in tier.consumers if layer != last or last in consumers]
-    if mine != list(consumers):
-        problems.append(f"layers {runs(mine)} are predicted; it predicts {runs(consumers)}")
+    mine, needed, consumers = tier.consumers, own.owners, own.consumers
+    if own.router.kind == "softmax_topk":
+        last = tier.num_layers - 1
+        needed, consumers = tuple(range(own.owners[0], last)), tuple(range(own.start_layer, last))
+        if last in mine:
+            problems.append(f"layer {last} is predicted; it never predicts the last layer")
+            mine = tuple(layer for layer in mine if layer != last)
+    if mine != consumers:
+        problems.append(f"predicted layers are {runs(mine)}; it predicts {runs(consumers)}")
     headless = [layer for layer in needed if layer not in tier.owners]
     if headless:
-        problems.append(f"layers {runs(headless)} have no head; it stops without one")
+        problems.append(f"layers without a head: {runs(headless)}; it stops where one is missing")
     return problems

@@ -28,7 +28,7 @@ class Base:
         example="teacher.directory=/models/Qwen3.6-35B-A3B",
     )
     names: str = setting(
-        "Tensor names that phase=quantize writes: mlx-lm's, or the published ones, which the public runtime reads. Values are the same.",
+        "Tensor names that phase=quantize writes: mlx-lm's, or the published ones, which the public runtime reads.",
         "mlx",
         choices=names_in("edge0_runtime.contract.family", "NAMES"),
     )

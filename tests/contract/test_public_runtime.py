@@ -40,12 +40,12 @@ def test_a_tier_of_the_public_project_loads_there(kind, name):
             {"router": Router("softmax_topk", mass_k=16)},
             "router.mass_k is 16: weights are divided by a wider mass",
         ),
-        ("prerouter", {"router": Router("softmax_topk", scaling=2.0)}, "router is Router("),
+        ("prerouter", {"router": Router("softmax_topk", scaling=2.0)}, "router.scaling is 2.0; it has 1.0"),
         ("prerouter", {"feature_topk": "teacher"}, "feature_topk is teacher"),
         ("prerouter", {"first_token": "predicted"}, "first_token is predicted; it has gate"),
-        ("prerouter", {"owners": tuple(range(6, 38))}, "layers 38 have no head; it stops without one"),
-        ("prerouter", {"consumers": tuple(range(8, 39))}, "layers 8..38 are predicted; it predicts 7..38"),
-        ("prerouter", {"consumers": tuple(range(7, 40))}, "layer 39, the last one, is predicted; it never predicts"),
+        ("prerouter", {"owners": tuple(range(6, 38))}, "layers without a head: 38; it stops where one is missing"),
+        ("prerouter", {"consumers": tuple(range(8, 39))}, "predicted layers are 8..38; it predicts 7..38"),
+        ("prerouter", {"consumers": tuple(range(7, 40))}, "layer 39 is predicted; it never predicts the last layer"),
         ("prerouter", {"token_aware": True}, "token_aware is True"),
         ("lora", {"token_aware": True}, "token_aware is True"),
         ("prerouter", {"file": "prerouter_edge0_mine.safetensors"}, "it opens prerouter_edge0_35b.safetensors and no other"),
@@ -91,12 +91,12 @@ def test_the_last_layer_is_no_reason_for_a_nano_that_leaves_it_alone():
         heads = Adapter("prerouter", Path("prerouter_edge0_nano.safetensors"), tier, {}, None, "", True)
         reasons.append(upstream_problems(heads))
     assert [reason for reason in reasons[0] if reason not in reasons[1]] == [
-        "layer 7, the last one, is predicted; it never predicts the last layer"
+        "layer 7 is predicted; it never predicts the last layer"
     ]
     assert reasons[1] == [
         "the file is prerouter_edge0_nano.safetensors; it opens prerouter_edge0_35b.safetensors and no other",
         "num_experts is 32; it has 256",
-        "layers 2..6 are predicted; it predicts none",
+        "predicted layers are 2..6; it predicts none",
     ]
 
 
@@ -104,6 +104,13 @@ def test_the_other_engine_predicts_the_last_layer_and_the_same_ones_at_any_depth
     assert 23 in builtin_tier("8b").consumers
     deeper = with_numbers(builtin_tier("8b"), num_hidden_layers=28)
     assert upstream_problems(adapter_of("8b", architecture=deeper.architecture)) == []
+    twin = builtin_tier("nano-ling")
+    fields = {name: getattr(twin, name) for name in ("architecture", "owners", "consumers")}
+    assert upstream_problems(adapter_of("8b", **fields)) == [
+        "num_experts is 32; it has 128",
+        "predicted layers are 2..7; it predicts 8..23",
+        "layers without a head: 7..22; it stops where one is missing",
+    ]
 
 
 def test_other_dtypes_than_f16_are_said():
