@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter
+from edge0_runtime.contract.base_config import config_differences
 from edge0_runtime.contract.binding import check_binding
-from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import atomic_replace
+from edge0_runtime.contract.files import atomic_replace, raise_problems
 from edge0_runtime.contract.public_runtime import upstream_base_problems, upstream_problems
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
 from edge0_train.adapters import describe_inputs, input_path, read_input
@@ -51,7 +52,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
     student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(config, student)
-    _place_base(Path(config.base.directory), target, student.base.fingerprint)
+    _place_base(Path(config.base.directory), target, student.base.identity)
     exported = Checkpoint.open(target)
     problems = {"base": upstream_base_problems(exported, tier)}
     for kind, adapter in adapters.items():
@@ -71,14 +72,20 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     return {"directory": str(target), "sha256": {k: a.sha256 for k, a in adapters.items() if a}, "upstream": problems}
 
 
-def _place_base(base: Path, target: Path, fingerprint: str) -> None:
+def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:
     """Hard-link (else copy) the base's files into `target`, unless that base is there already."""
     if target.exists():
-        found = Checkpoint.open(target).fingerprint()
-        if found != fingerprint:
+        found = Checkpoint.open(target).identity()
+        if found.fingerprint != identity.fingerprint:
             raise Edge0Error(
-                f"export.directory: {target} holds another base ({found[:12]}, not {fingerprint[:12]}); choose another"
+                f"export.directory: {target} holds another base ({found.fingerprint[:12]}, not"
+                f" {identity.fingerprint[:12]}); choose another"
             )
+        raise_problems(
+            f"export.directory: {target} holds the base with another config.json",
+            config_differences(identity.config, found.config),
+            "put base.directory's config.json there, or choose another",
+        )
         return
     temporary = target.with_name(target.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)

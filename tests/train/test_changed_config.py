@@ -14,7 +14,9 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import input_path, read_input
 from edge0_train.build import build_student, input_identity
 from edge0_train.config import Config
+from edge0_train.phases.export import export
 from edge0_train.run import open_run
+from tests.random_adapters import write_adapters
 from tests.train.conftest import Make
 
 
@@ -95,8 +97,20 @@ def test_a_lora_depends_on_its_own_layout(make_config, tmp_path):
 
 def write_lora(config: Config, directory: Path) -> str:
     """A random one of the configuration's tier, bound to its base."""
-    from tests.random_adapters import write_adapters
-
     shutil.copytree(config.base.directory, directory / "model")
     write_adapters(directory / "model", config.tier)
     return str(directory / "model" / config.tier.file_name("lora"))
+
+
+def test_an_export_beside_an_edited_config_changes_nothing(make_config, edited, tmp_path):
+    """Adapters in a model directory are not replaced when its base computes something else."""
+    target = tmp_path / "model"
+    shutil.copytree(edited.base.directory, target)
+    lora = write_lora(make_config("export"), tmp_path / "lora")
+    overrides = (f"export.directory={target}", f"inputs.lora={lora}", "export.trace_prompts=1", "export.trace_tokens=2")
+    heads = Path(lora).parent / "prerouter_edge0_nano.safetensors"
+    config = make_config("export", *overrides, f"inputs.prerouter={heads}", f"run_dir={tmp_path / 'export'}")
+    before = sorted(path.name for path in target.iterdir())
+    with pytest.raises(Edge0Error, match=r"export\.directory: .*\n.*rope_theta was 10000\.0 .* and is 100000\.0"):
+        export(config, open_run(config))
+    assert sorted(path.name for path in target.iterdir()) == before
