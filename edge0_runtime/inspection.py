@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
-from edge0_runtime.contract.binding import check_binding, upstream_problems
-from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.binding import check_binding
+from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS, family
+from edge0_runtime.contract.fields import runs
+from edge0_runtime.contract.public_runtime import upstream_base_problems, upstream_problems
 from edge0_runtime.contract.strict_safetensors import read_header
 from edge0_runtime.contract.tier import Tier
 
@@ -43,8 +45,8 @@ def tier_text(data: Mapping[str, Any]) -> str:
         tier_line(data),
         f"router {_fields(data['router'])}",
         f"one-hots {data['feature_topk']}, first token {data['first_token']}" + ", token-aware" * data["token_aware"],
-        f"owners {_runs(data['owners'])}",
-        f"consumers {_runs(data['consumers'])}",
+        f"owners {runs(data['owners'])}",
+        f"consumers {runs(data['consumers'])}",
         "",
         f"heads {heads['count']}, {heads['payload_bytes']} B",
         *_tensor_lines(heads["tensors"]),
@@ -70,13 +72,13 @@ def inspect(model_dir: Path, tier_name: str | None = None) -> dict[str, Any]:
     are reported.
     """
     checkpoint = Checkpoint.open(model_dir)
-    fingerprint = checkpoint.fingerprint()
+    identity = checkpoint.identity()
     adapters = {kind: find_adapter(model_dir, kind, tier_name) for kind in KINDS}
     tiers = [adapter.tier for adapter in adapters.values() if adapter is not None]
-    problems, unchecked = _binding(checkpoint, fingerprint, adapters)
+    problems, unchecked = _binding(checkpoint, identity, adapters)
     return {
         "model_dir": str(model_dir),
-        "base": _base(checkpoint, fingerprint, tiers[0] if tiers else None),
+        "base": _base(checkpoint, identity, tiers[0] if tiers else None),
         **{kind: None if adapter is None else _adapter(adapter) for kind, adapter in adapters.items()},
         "problems": problems,
         "unchecked": unchecked,
@@ -86,7 +88,9 @@ def inspect(model_dir: Path, tier_name: str | None = None) -> dict[str, Any]:
 def inspection_text(data: Mapping[str, Any]) -> str:
     """`inspect` for people."""
     base = data["base"]
-    lines = [f"base {data['model_dir']}", *(f"  {key}: {_value(value)}" for key, value in base.items())]
+    lines = [f"base {data['model_dir']}"]
+    lines += [f"  {key}: {_value(value)}" for key, value in base.items() if key != "upstream_problems"]
+    lines += _upstream_lines(base.get("upstream_problems"))
     for kind in KINDS:
         adapter = data[kind]
         if adapter is None:
@@ -96,8 +100,7 @@ def inspection_text(data: Mapping[str, Any]) -> str:
         plain = {k: v for k, v in adapter.items() if k not in ("file", "provenance", "upstream_problems")}
         lines += [f"  {key}: {_value(value)}" for key, value in plain.items()]
         lines += _provenance_lines(adapter["provenance"])
-        lines += [f"  not loadable upstream: {problem}" for problem in adapter["upstream_problems"]]
-        lines += ["  loads upstream: yes"] * (not adapter["upstream_problems"])
+        lines += _upstream_lines(adapter["upstream_problems"])
     verdict = "no" if data["problems"] else "unknown" if data["unchecked"] else "yes"
     lines += ["", f"belong together: {verdict}"]
     return "\n".join(lines + [f"  {reason}" for reason in (*data["problems"], *data["unchecked"])])
@@ -106,13 +109,13 @@ def inspection_text(data: Mapping[str, Any]) -> str:
 # -- parts of the data -------------------------------------------------------------------------------------
 
 
-def _base(checkpoint: Checkpoint, fingerprint: str, tier: Tier | None) -> dict[str, Any]:
+def _base(checkpoint: Checkpoint, identity: BaseIdentity, tier: Tier | None) -> dict[str, Any]:
     sizes = {name: entry.end - entry.start for name, (_, entry) in checkpoint.entries.items()}
     quantization = checkpoint.config.get("quantization") or {}
     overrides = [name for name, value in quantization.items() if isinstance(value, Mapping)]
     data = {
         "model_type": checkpoint.config.get("model_type"),
-        "fingerprint": fingerprint,
+        "fingerprint": identity.fingerprint,
         "quantization": {k: v for k, v in quantization.items() if k not in overrides} or None,
         "quantization_overrides": len(overrides),
         "shards": sorted({header.path.name for header, _ in checkpoint.entries.values()}),
@@ -126,6 +129,8 @@ def _base(checkpoint: Checkpoint, fingerprint: str, tier: Tier | None) -> dict[s
             name for key in product(layers, PROJECTIONS, QUANTISED_PARTS) for name in tier.layout.expert_tensors(*key)
         }
         data["expert_bytes"] = sum(size for name, size in sizes.items() if name in names)
+        data["names"] = " and ".join(tier.layout.names_of(checkpoint.entries)) or None
+        data["upstream_problems"] = upstream_base_problems(checkpoint, tier)
     return data
 
 
@@ -158,14 +163,14 @@ def _adapter(adapter: Adapter) -> dict[str, Any]:
 
 
 def _binding(
-    checkpoint: Checkpoint, fingerprint: str, adapters: Mapping[Kind, Adapter | None]
+    checkpoint: Checkpoint, identity: BaseIdentity, adapters: Mapping[Kind, Adapter | None]
 ) -> tuple[list[str], list[str]]:
     """Why the engine would refuse the directory, and what nobody can check: the binding of files without a contract."""
     problems = [f"{kind}: no file" for kind, adapter in adapters.items() if adapter is None]
     checks: list[Callable[[], list[str] | None]] = [
         partial(checkpoint.check_architecture, adapter.tier) for adapter in adapters.values() if adapter
     ]
-    checks.append(partial(check_binding, fingerprint, adapters["prerouter"], adapters["lora"]))
+    checks.append(partial(check_binding, identity, adapters["prerouter"], adapters["lora"], allow_mismatch=False))
     unchecked: list[str] = []
     for check in checks:
         try:
@@ -190,10 +195,17 @@ def _tensor_lines(tensors: Mapping[str, list[int]]) -> list[str]:
     return [f"  {name} {shape}" for name, shape in tensors.items()]
 
 
+def _upstream_lines(problems: list[str] | None) -> list[str]:
+    """What the public runtime would do with a part; nothing where no tier says which model it is."""
+    if problems is None:
+        return []
+    return [f"  not loadable upstream: {problem}" for problem in problems] or ["  loads upstream: yes"]
+
+
 def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
     if provenance is None:
         return ["  provenance: none"]
-    lines = [f"  {key}: {_value(value)}" for key, value in provenance.items() if key != "phases"]
+    lines = [f"  {key}: {_value(value)}" for key, value in provenance.items() if key not in ("phases", "base_config")]
     for phase in provenance["phases"]:
         lines.append(f"  phase {phase['phase']} ({phase['run_id']}, {phase['time']})")
         lines.append(f"    {_fields({k: phase[k] for k in ('seed', 'steps', 'tokens', 'rows')})}")
@@ -211,16 +223,5 @@ def _value(value: Any) -> str:
         return _fields(value)
     if isinstance(value, list):
         numbers = all(type(item) is int for item in value)
-        return _runs(value) if numbers else ", ".join(map(str, value))
+        return runs(value) if numbers else ", ".join(map(str, value))
     return "none" if value is None else str(value)
-
-
-def _runs(numbers: list[int]) -> str:
-    """[1, 2, 3, 7] -> "1..3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

@@ -96,11 +96,13 @@ def load_model(
     adapters = find_adapters(checkpoint.directory, prerouter=needs_heads, lora=lora, tier_name=tier_name)
     _check_supported(adapters.tier)
     checkpoint.check_architecture(adapters.tier)
-    fingerprint = checkpoint.fingerprint()
-    for note in check_binding(fingerprint, adapters.prerouter, adapters.lora, allow_mismatch):
+    base = checkpoint.identity()
+    for note in check_binding(base, adapters.prerouter, adapters.lora, allow_mismatch):
         log.warning("%s", note)
-    identity = Identity(fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
-    store = ExpertStore.open(checkpoint, adapters.tier, fingerprint)
+    identity = Identity(
+        base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora))
+    )
+    store = ExpertStore.open(checkpoint, adapters.tier, base.fingerprint)
     try:
         return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads)
     except BaseException:

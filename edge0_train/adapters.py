@@ -14,7 +14,8 @@ import numpy as np
 from accelerate import PartialState
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter, write_adapter
-from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.binding import tier_differences
+from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file
 from edge0_runtime.contract.provenance import DataSource, PhaseRecord, Provenance, Teacher
@@ -24,18 +25,23 @@ from edge0_train.run import code_commit
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """Identity of the base that adapters are bound to."""
+    """The base that adapters are bound to, and its tokenizer."""
 
-    fingerprint: str
+    identity: BaseIdentity
     tokenizer_hash: str
     template_hash: str | None
+
+    @property
+    def fingerprint(self) -> str:
+        """`Checkpoint.fingerprint()`."""
+        return self.identity.fingerprint
 
 
 def base_info(config: Config) -> BaseInfo:
     """Fingerprint and tokenizer of `base.directory`. Raises Edge0Error when it is not the tier's base."""
     checkpoint = Checkpoint.open(Path(config.base.directory))
     checkpoint.check_architecture(config.tier)
-    return BaseInfo(checkpoint.fingerprint(), checkpoint.tokenizer_hash(), checkpoint.template_hash())
+    return BaseInfo(checkpoint.identity(), checkpoint.tokenizer_hash(), checkpoint.template_hash())
 
 
 def input_path(config: Config, kind: Kind) -> str:
@@ -78,10 +84,12 @@ def read_input(config: Config, kind: Kind, value: str) -> Adapter | None:
     if not path.is_file():
         raise Edge0Error(f"inputs.{kind}: {path} does not exist; run the phase that writes it, or set inputs.{kind}")
     adapter = read_adapter(path, kind, fallback_tier=config.tier)
-    if adapter.tier != config.tier:
+    differing = tier_differences(kind, adapter.tier, config.tier)
+    if differing:
+        listed = ", ".join(f"tier.{name} is {theirs} there and {ours} here" for name, theirs, ours in differing)
         raise Edge0Error(
-            f"inputs.{kind}: {path} was trained for another tier contract ({adapter.tier.name}, K={adapter.tier.k});"
-            f" this run has {config.tier.name}, K={config.tier.k}"
+            f"inputs.{kind}: {path} was trained for another tier: {listed};"
+            " give this run the same values, or run the phase that writes the file again"
         )
     return adapter
 
@@ -150,6 +158,7 @@ def _provenance(
         data=data,
         prerouter_sha256=prerouter_sha256,
         created=now,
+        base_config=base.identity.config,
     )
 
 

@@ -46,7 +46,7 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
     """
     base = base_info(config)
     heads_file, lora_file = read_input(config, "prerouter", prerouter), read_input(config, "lora", lora)
-    check_binding(base.fingerprint, heads_file, lora_file)
+    check_binding(base.identity, heads_file, lora_file)
     packed = cast(Residency, config.base.residency) if config.base.storage == "packed" else None
     model, _ = load_base(
         config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device, packed=packed
@@ -119,6 +119,7 @@ def input_identity(config: Config) -> dict[str, Any]:
         info = base_info(config)
         base = {
             "fingerprint": info.fingerprint,
+            "config": dict(info.identity.config),
             "tokenizer_sha256": info.tokenizer_hash,
             "template_sha256": info.template_hash,
         }

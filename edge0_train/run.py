@@ -85,7 +85,9 @@ class Run:
         path = self.directory / "inputs.json"
         if path.exists():
             before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(identity)
-            changed = [f"{key}: was {before.get(key)}, is {now.get(key)}" for key in now if now[key] != before.get(key)]
+            changed = [
+                f"{key}: was {before[key]}, is {now[key]}" for key in now if key in before and now[key] != before[key]
+            ]
             if changed:
                 raise Edge0Error(
                     f"resume: {self.directory} was started from other inputs ({'; '.join(changed)});"

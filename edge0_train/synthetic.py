@@ -26,6 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from edge0_runtime.contract.artifacts import write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import Names
 from edge0_runtime.contract.heads import HEAD_KINDS
 from edge0_runtime.contract.provenance import Provenance
 from edge0_runtime.contract.tier import Tier, head_key
@@ -87,18 +88,25 @@ def synthetic_config(tier: Tier, **fields: Any) -> dict[str, Any]:
 
 
 def write_base(
-    directory: Path | str, tier: Tier, *, seed: int = 0, headers_only: bool = False, shard_bytes: int = SHARD_BYTES
+    directory: Path | str,
+    tier: Tier,
+    *,
+    seed: int = 0,
+    names: Names = "published",
+    headers_only: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write config.json, shards and nano's small tokenizer, tensor by tensor; returns the bytes of all tensors.
 
     Args:
         directory: must not exist; appears whole or not at all.
         seed: equal seeds give equal tensors, whatever else is written.
+        names: whose names its tensors have.
         headers_only: leave all tensors zero, as holes: a file of the full size that takes no room.
     """
     directory = Path(directory)
     config = synthetic_config(tier)
-    targets = checkpoint_layout(config, tier.layout)
+    targets = checkpoint_layout(config, tier.layout, names)
     config["quantization"] = config["quantization_config"] = quantization_block(targets)
     groups = [Group(target.stored(), _maker(target, tier, seed) if not headers_only else tuple) for target in targets]
     total = sum(group.nbytes() for group in groups)
@@ -155,6 +163,7 @@ def write_adapters(directory: Path | str, tier: Tier, strength: float, *, seed: 
     """Random heads of that strength (`overlapping_heads`) and LoRA, bound to the base in `directory` and to each other."""
     directory = Path(directory)
     checkpoint = Checkpoint.open(directory)
+    base = checkpoint.identity()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def provenance(prerouter_sha256: str | None) -> Provenance:
@@ -162,13 +171,14 @@ def write_adapters(directory: Path | str, tier: Tier, strength: float, *, seed: 
             tool_version=tool_version(),
             commit=code_commit(),
             phases=(),
-            base_fingerprint=checkpoint.fingerprint(),
+            base_fingerprint=base.fingerprint,
             tokenizer_hash=checkpoint.tokenizer_hash(),
             template_hash=checkpoint.template_hash(),
             teacher=None,
             data=None,
             prerouter_sha256=prerouter_sha256,
             created=now,
+            base_config=base.config,
         )
 
     heads = overlapping_heads(tier, strength, seed)

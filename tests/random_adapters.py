@@ -34,10 +34,12 @@ def random_lora(tier: Tier, seed: int = 2) -> dict[str, np.ndarray]:
 def write_adapters(directory: Path, tier: Tier, heads: dict[str, np.ndarray] | None = None) -> None:
     """Random adapters of `tier`, bound to the base in `directory` and to each other; or these heads with a random LoRA."""
     checkpoint = Checkpoint.open(directory)
+    base = checkpoint.identity()
     provenance = Provenance(
-        tool_version="0", commit="test", phases=(), base_fingerprint=checkpoint.fingerprint(),
+        tool_version="0", commit="test", phases=(), base_fingerprint=base.fingerprint,
         tokenizer_hash=checkpoint.tokenizer_hash(), template_hash=checkpoint.template_hash(), teacher=None, data=None,
         prerouter_sha256=None, created="2026-01-01T00:00:00+00:00",
+        base_config=base.config,
     )  # fmt: skip
     heads = heads or random_heads(tier)
     sha256 = write_adapter(directory / tier.file_name("prerouter"), "prerouter", tier, heads, provenance)

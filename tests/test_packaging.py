@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("edge0_runtime", "edge0_train")
@@ -33,6 +34,18 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
 
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_every_python_that_the_package_names_is_tested() -> None:
+    """By nox, which reads the classifiers itself, and by CI; `requires-python` and `make venv` admit no others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python :: 3." in text]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["lint-and-test"]["strategy"]["matrix"]["include"]
+    assert {row["python"] for row in matrix} == set(named) == {"3.11", "3.12", "3.13"}
+    assert project["requires-python"] == ">=3.11,<3.14"
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "python_versions" in (ROOT / "noxfile.py").read_text(encoding="utf-8")
 
 
 # -- the wheel -------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ Shape letters: T steps or input tokens, P prompt tokens, L MoE layers, K experts
 """
 
 from edge0_runtime.contract.artifacts import FORMAT_VERSION, Adapter, read_adapter, write_adapter
-from edge0_runtime.contract.binding import check_binding, upstream_problems
-from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.binding import check_binding
+from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.files import atomic_replace, sha256_file
 from edge0_runtime.contract.provenance import DataSource, PhaseRecord, Provenance, Teacher
+from edge0_runtime.contract.public_runtime import upstream_base_problems, upstream_problems
 from edge0_runtime.contract.strict_safetensors import (
     Header,
     TensorEntry,
@@ -26,6 +27,7 @@ from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, read_trac
 __all__ = [
     "FORMAT_VERSION",
     "Adapter",
+    "BaseIdentity",
     "Checkpoint",
     "DataSource",
     "Edge0Error",
@@ -52,6 +54,7 @@ __all__ = [
     "read_header",
     "read_trace",
     "sha256_file",
+    "upstream_base_problems",
     "upstream_problems",
     "write_adapter",
     "write_atomic",

@@ -1,94 +1,104 @@
-"""Which adapters may be served together, on which base, and whether the public project's runtime would serve them."""
+"""Which adapters may be served together, and on which base."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
-from edge0_runtime.contract.artifacts import Adapter
+from edge0_runtime.contract.artifacts import Adapter, Kind
+from edge0_runtime.contract.base_config import config_differences, flat
+from edge0_runtime.contract.checkpoint import BaseIdentity
 from edge0_runtime.contract.files import raise_problems
-from edge0_runtime.contract.heads import upstream_head_problems
-from edge0_runtime.contract.tier import Tier, builtin_tier, builtin_tier_names
-
-UPSTREAM_TIERS = ("35b", "8b")
-UPSTREAM_R, UPSTREAM_ALPHA = 16, 32  # compiled into the public runtime, which reads no metadata
+from edge0_runtime.contract.tier import Tier
 
 
 def check_binding(
-    base_fingerprint: str, prerouter: Adapter | None, lora: Adapter | None, allow_mismatch: bool = False
+    base: BaseIdentity, prerouter: Adapter | None, lora: Adapter | None, allow_mismatch: bool | None = None
 ) -> list[str]:
     """Check that base, prerouter and LoRA were made for each other.
 
     Args:
-        base_fingerprint: `Checkpoint.fingerprint()` of the base to serve.
+        base: `Checkpoint.identity()` of the base to serve.
         prerouter, lora: the adapters to serve; None for one that is switched off.
-        allow_mismatch: the `--allow-mismatch` flag.
+        allow_mismatch: the `--allow-mismatch` flag; None where there is no such flag, in training.
 
     Returns:
-        Sentences to show the user: mismatches that the flag let pass, and files whose binding cannot be
-        checked since they carry no contract.
+        Sentences to show the user: mismatches that the flag let pass, and what cannot be checked of files that carry no
+        contract, or one from before config.json was recorded.
 
-    Raises Edge0Error naming both values and the flag if the base is another one, or the LoRA was trained with
-    another prerouter, or without one. Two adapters whose tiers differ are refused even with the flag, since
-    no one contract serves both; the LoRA's own layout may differ, for it does not concern the heads.
+    Raises Edge0Error naming both values and the flag if the base is another one, a field of its config.json that decides
+    what it computes has changed, or the LoRA was trained with another prerouter, or without one. Two adapters whose tiers
+    differ are refused even with the flag, since no one contract serves both; the LoRA's own layout may differ, for it does
+    not concern the heads.
     """
+    adapters = [adapter for adapter in (prerouter, lora) if adapter is not None]
     if prerouter is not None and lora is not None:
-        one, two = (dataclasses.replace(adapter.tier, lora=lora.tier.lora) for adapter in (prerouter, lora))
-        differing = [f.name for f in dataclasses.fields(Tier) if getattr(one, f.name) != getattr(two, f.name)]
         raise_problems(
             f"{prerouter.path} and {lora.path} belong to different tiers",
-            [f"{name}: {getattr(one, name)} and {getattr(two, name)}" for name in differing],
+            [f"{name}: {one} and {two}" for name, one, two in tier_differences("prerouter", prerouter.tier, lora.tier)],
             "serve two adapters of one tier",
         )
-    notes = []
-    mismatches = []
-    for adapter in (prerouter, lora):
-        if adapter is None:
-            continue
-        if adapter.provenance is None:
-            notes.append(f"{adapter.path}: carries no contract, so its binding to the base cannot be checked")
-        elif adapter.provenance.base_fingerprint != base_fingerprint:
-            trained = adapter.provenance.base_fingerprint
-            mismatches.append(f"{adapter.path} was trained for base {trained}, the base served is {base_fingerprint}")
-    if prerouter is not None and lora is not None and lora.provenance is not None:
-        trained_with = lora.provenance.prerouter_sha256
-        if trained_with != prerouter.sha256:
-            with_what = f"prerouter {trained_with}" if trained_with else "no prerouter"
-            mismatches.append(f"{lora.path} was trained with {with_what}, the prerouter served is {prerouter.sha256}")
+    mismatches = [mismatch for adapter in adapters for mismatch in _base_mismatches(adapter, base)]
+    mismatches += _prerouter_mismatch(prerouter, lora)
     if not allow_mismatch:
         raise_problems(
             "base, prerouter and LoRA do not belong together",
             mismatches,
-            "serve the files that were made together, or pass --allow-mismatch to serve these all the same",
+            "take the files that were made together: base.directory, inputs.prerouter, inputs.lora"
+            if allow_mismatch is None
+            else "serve the files that were made together, or pass --allow-mismatch to serve these all the same",
         )
-    return notes + [f"--allow-mismatch: {mismatch}" for mismatch in mismatches]
+    return _unchecked(adapters) + [f"--allow-mismatch: {mismatch}" for mismatch in mismatches]
 
 
-def upstream_problems(adapter: Adapter) -> list[str]:
-    """Why the public project's runtime would not serve this file as trained; [] if it would.
+def _base_mismatches(adapter: Adapter, base: BaseIdentity) -> list[str]:
+    trained = adapter.provenance
+    if trained is None:
+        return []
+    mismatches = []
+    if trained.base_fingerprint != base.fingerprint:
+        mismatches.append(
+            f"{adapter.path} was trained for base {trained.base_fingerprint}, the base served is {base.fingerprint}"
+        )
+    changed = [] if trained.base_config is None else config_differences(trained.base_config, base.config)
+    return mismatches + [f"{adapter.path} was trained on another base: {change}" for change in changed]
 
-    That runtime reads no metadata: tier, K, router, layers and alpha / r are compiled in, and our built-in
-    tiers of the same names hold the same values (source: github.com/Edge0-AI/Edge0, `adapters/lora.py`,
-    `prerouter/install.py`).
+
+def _prerouter_mismatch(prerouter: Adapter | None, lora: Adapter | None) -> list[str]:
+    if prerouter is None or lora is None or lora.provenance is None:
+        return []
+    trained_with = lora.provenance.prerouter_sha256
+    if trained_with == prerouter.sha256:
+        return []
+    with_what = f"prerouter {trained_with}" if trained_with else "no prerouter"
+    return [f"{lora.path} was trained with {with_what}, the prerouter served is {prerouter.sha256}"]
+
+
+def _unchecked(adapters: Sequence[Adapter]) -> list[str]:
+    """What nobody can check, a sentence each."""
+    notes = [
+        f"{adapter.path}: carries no contract, so its binding to the base cannot be checked"
+        for adapter in adapters
+        if adapter.provenance is None
+    ]
+    older = [str(a.path) for a in adapters if a.provenance is not None and a.provenance.base_config is None]
+    if older:
+        notes.append(
+            f"{' and '.join(older)}: from before adapters recorded the base's config.json, so a changed field of it"
+            " (rope_theta, ...) cannot be told"
+        )
+    return notes
+
+
+def tier_differences(kind: Kind, one: Tier, two: Tier) -> list[tuple[str, Any, Any]]:
+    """(field, its value in either) of everything that differs between two tiers and that a file of `kind` depends on.
+
+    Heads depend on all of a tier but the LoRA's layout. A LoRA depends on all of it: on the heads, whose bytes its
+    provenance names, through the routing that it was trained under. Nested fields are named by dots (`lora.r`).
     """
-    problems = []
-    dtypes = sorted({str(array.dtype) for array in adapter.tensors.values()} - {"float16"})
-    if dtypes:
-        problems.append(f"tensors are {', '.join(dtypes)}; it serves F16 and cannot read BF16")
-    tier = adapter.tier
-    if adapter.kind == "lora" and (tier.lora.r, tier.lora.alpha) != (UPSTREAM_R, UPSTREAM_ALPHA):
-        problems.append(
-            f"r = {tier.lora.r} and alpha = {tier.lora.alpha:g}; "
-            f"it scales by {UPSTREAM_ALPHA} / {UPSTREAM_R} whatever the file says"
-        )
-    if tier.router.mass_k:
-        problems.append(
-            f"router.mass_k is {tier.router.mass_k}: weights are divided by a wider mass; it divides by that of the K chosen"
-        )
-    problems += upstream_head_problems(tier.head, tier.head_inputs)
-    if tier.name not in UPSTREAM_TIERS or tier.name not in builtin_tier_names():
-        return [*problems, f"tier {tier.name} is not one of its own ({', '.join(UPSTREAM_TIERS)})"]
-    own, tier = builtin_tier(tier.name), dataclasses.replace(tier, router=tier.router.plain)
-    for field in ("architecture", "k", "router", "feature_topk", "first_token", "owners", "consumers"):
-        if getattr(tier, field) != getattr(own, field):
-            problems.append(f"{field} is {getattr(tier, field)}; it has {getattr(own, field)}")
-    return problems
+    if kind == "prerouter":
+        two = dataclasses.replace(two, lora=one.lora)
+    first, second = flat(one.to_dict()), flat(two.to_dict())
+    names = dict.fromkeys([*first, *second])
+    return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge0_runtime.contract.base_config import mathematical_fields
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import (
     MAX_INDEX,
@@ -34,6 +35,19 @@ from edge0_runtime.contract.tier import Tier
 SHARD_PATTERN = "model*.safetensors"  # mlx-lm's own; leaves out the adapters and macOS's `._model*` companions
 INDEX_NAME = "model.safetensors.index.json"
 FINGERPRINT_EDGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """What adapters are bound to.
+
+    Attributes:
+        fingerprint: `Checkpoint.fingerprint()`.
+        config: `mathematical_fields` of the base's config.json.
+    """
+
+    fingerprint: str
+    config: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class Checkpoint:
         It detects another model, another quantisation, a retrained, renamed, reshaped, added or dropped
         tensor. It does not detect a change confined to the middle of tensors over 8192 bytes (a flipped bit,
         a merged LoRA whose deltas leave both ends alone), nor one in the rest of config.json or in the
-        tokenizer (see `check_architecture`, `tokenizer_hash`).
+        tokenizer (see `identity`, `tokenizer_hash`). The same values under other names are another base.
         """
         digest = hashlib.sha256()
         quantization = self.config.get("quantization")
@@ -125,6 +139,10 @@ class Checkpoint:
                     read_exact(files[header.path], header.path, offset, memoryview(edge))
                     digest.update(edge)
         return digest.hexdigest()
+
+    def identity(self) -> BaseIdentity:
+        """Fingerprint, and the fields of config.json that decide what the tensors compute."""
+        return BaseIdentity(self.fingerprint(), mathematical_fields(self.config))
 
     def tokenizer_hash(self) -> str:
         """sha256 of tokenizer.json. Raises Edge0Error if it is missing."""

@@ -7,15 +7,18 @@ follows from the model's architecture numbers (the text part of its `config.json
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from edge0_runtime.contract.links import Config, Link, without_layer
 
 Architecture = Mapping[str, Any]
 Fill = Callable[[str, Config], dict[str, Any]]
 """(transformers' model_type, fields of a config.json) -> that model type's own fields, with transformers' defaults."""
+Names = Literal["mlx", "published"]
+"""Whose names a base has: those of mlx-lm's classes, or those of the published file, which the public runtime reads."""
+NAMES: tuple[Names, ...] = get_args(Names)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 QUANTISED_PARTS = ("weight", "scales", "biases")
 
@@ -32,10 +35,11 @@ class Family:
         layer_prefix: path of decoder layer N, with `{n}` for N.
         embedding: path of the token embedding.
         experts: path of the stacked routed experts below a layer, in mlx-lm's network and in what it converts.
-        other_experts: further paths below a layer under which published files hold the experts.
+        other_experts: the path below a layer under which the published file holds the experts, where it is another.
         router: path of the router below a layer.
         expert_bias: name of the expert bias below the router of a family whose router chooses the experts and their
             weights itself (sigmoid_group). None: its router is a linear layer, and the block chooses by its logits.
+        one_file: the public runtime reads the base from one file alone.
         ignored: beginnings, below a layer, of the names of tensors in published files that the model has no use for.
 
         In transformers' model:
@@ -51,7 +55,7 @@ class Family:
 
         In both:
         table: all parameters. Where several rows are about one parameter in one layer, checkpoints hold it in
-            different forms; the first is the one that we write.
+            different forms; the first is mlx-lm's, which we write if the published ones (`Link.published`) aren't wanted.
         agreed: {config field: value, or the function of config that gives it} at which both libraries compute the
             same; both use that value when it is absent.
         mlx_config: (a transformers or MLX config.json, what fills in transformers' defaults) -> config.json that mlx-lm and
@@ -88,6 +92,7 @@ class Family:
     layer_modules: Callable[[Architecture, int], dict[str, tuple[int, int]]]
     other_experts: tuple[str, ...] = ()
     expert_bias: str | None = None
+    one_file: bool = False
     ignored: tuple[str, ...] = ()
     hf_layer_prefix: str = "model.layers.{n}"
     hf_router: str = "mlp.gate"
@@ -145,6 +150,17 @@ class Family:
         kinds = config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None
         return self.hf_model_type in kinds or self.name in kinds
 
+    @property
+    def published_experts(self) -> str:
+        """Path of the experts below a layer in the published file."""
+        return (*self.other_experts, self.experts)[0]
+
+    def names_of(self, tensors: Iterable[str]) -> list[Names]:
+        """Whose names a checkpoint with these tensors has for its experts; both where they are the same."""
+        below = {without_layer(name)[0].partition(".layers.{n}.")[2].rpartition(".")[0] for name in tensors}
+        paths: dict[Names, str] = {"mlx": self.experts, "published": self.published_experts}
+        return [names for names, path in paths.items() if f"{path}.{PROJECTIONS[0]}" in below]
+
     def config_value(self, config: Config, name: str, default: Any) -> Any:
         """An architecture field in the text part of a config.json, whoever saved it; `default` if it has none."""
         alias = self.aliases.get(name, name)
@@ -172,6 +188,11 @@ class Family:
         """The rows about a transformers parameter, at its layer: the forms that checkpoints hold it in."""
         general, layer = without_layer(name)
         return tuple(link.at(layer) for link in self.table if link.hf == general and link.when(config, layer))
+
+    def written_link(self, name: str, config: Config, names: Names) -> Link | None:
+        """The row by which a transformers parameter is written under these names; None if the table lacks it."""
+        links = self.links_of_hf(name, config)
+        return next((link for link in links if link.published and names == "published"), links[0] if links else None)
 
     def link_of_mlx(self, name: str) -> Link | None:
         """The row that an MLX tensor is part of, at its layer; None if there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
@@ -35,6 +35,17 @@ def layers(field: str, value: Any) -> tuple[int, ...]:
     elif isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
         return tuple(value)
     raise Edge0Error(f"tier.{field}: {value!r} is neither a list of layer indices nor {{first: N, last: M}}")
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """Layer indices for people: [1, 2, 3, 7] -> "1..3, 7"; none -> "none"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in found) or "none"
 
 
 def text(field: str, value: Any) -> str:

@@ -46,6 +46,7 @@ class Link:
         float32: keep float32 in a bfloat16 base. For tensors that transformers uses in float32 anyway and
             that bfloat16 cannot always hold exactly: A_log, and w of a stored w + 1.
         uncast: mlx-lm's convert leaves it in the source's dtype (cast_predicate).
+        published: the form of the published file, where that is another than mlx-lm's.
         disk: where a transformers directory may hold it in parts: the part's name for each `mlx` tensor, `{e}` for
             the expert if every expert has its own; () if it is always one tensor.
         when: (config, layer) -> whether the row is about this layer: a name may mean different things in layers of
@@ -59,6 +60,7 @@ class Link:
     linear: bool = False
     float32: bool = False
     uncast: bool = False
+    published: bool = False
     disk: tuple[str, ...] = ()
     when: Callable[[Config, int], bool] = lambda config, layer: True
 

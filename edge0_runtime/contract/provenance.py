@@ -85,6 +85,7 @@ class Provenance:
         prerouter_sha256: LoRA only: hash of the prerouter file it was trained with; None if trained without
             heads.
         created: when the file was made, ISO 8601 with time zone.
+        base_config: `mathematical_fields` of the base's config.json: {field: value}. None in files from before it was recorded.
     """
 
     tool_version: str
@@ -97,6 +98,7 @@ class Provenance:
     data: DataSource | None
     prerouter_sha256: str | None
     created: str
+    base_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _texts("provenance", self, "tool_version", "commit")
@@ -108,6 +110,7 @@ class Provenance:
             ),
             ("teacher", self.teacher is None or isinstance(self.teacher, Teacher)),
             ("data", self.data is None or isinstance(self.data, DataSource)),
+            ("base_config", self.base_config is None or _maps_names_to(_is_json, self.base_config)),
         ):
             if not ok:
                 raise Edge0Error(f"provenance.{field}: {getattr(self, field)!r} is not of the record's types")
@@ -122,15 +125,16 @@ class Provenance:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` reads it back."""
         return dataclasses.asdict(self) | {
+            "base_config": None if self.base_config is None else dict(self.base_config),
             "phases": [
                 dataclasses.asdict(phase) | {"parents": dict(phase.parents), "metrics": dict(phase.metrics)}
                 for phase in self.phases
-            ]
+            ],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Provenance:
-        """Read a record; every field must be there and no other. Raises Edge0Error naming field and value."""
+        """Read a record: every field must be there, base_config aside, and no other. Raises Edge0Error naming field and value."""
         fields = _fields("provenance", cls, data)
         if not isinstance(fields["phases"], list):
             raise Edge0Error(f"provenance.phases: {fields['phases']!r} is not a list")
@@ -144,7 +148,8 @@ class Provenance:
 
 def _fields(where: str, cls: type, data: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(cls)]
-    if not isinstance(data, Mapping) or set(data) != set(names):
+    later = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
+    if not isinstance(data, Mapping) or set(data) | later != set(names):
         raise Edge0Error(f"{where}: must have exactly the fields {', '.join(names)}; it is {data!r}")
     return dict(data)
 
@@ -180,6 +185,13 @@ def _maps_names_to(test: Callable[[Any], bool], value: Any) -> bool:
 
 def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _is_json(value: Any) -> bool:
+    """A value that JSON holds, in numbers that compare."""
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str) or type(value) is bool or _is_finite(value)
 
 
 def _is_finite(value: Any) -> bool:

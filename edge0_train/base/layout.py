@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS, Family
+from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS, Family, Names
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.links import Link
 from edge0_runtime.contract.tier import Tier
@@ -91,11 +91,12 @@ def link_targets(link: Link, shapes: Sequence[tuple[int, ...]], dtype: torch.dty
     )
 
 
-def checkpoint_layout(config: Mapping[str, Any], layout: Family) -> list[Target]:
+def checkpoint_layout(config: Mapping[str, Any], layout: Family, names: Names = "mlx") -> list[Target]:
     """All tensors of an int4 checkpoint, in the model's order.
 
     Args:
         config: a config.json as `names.mlx_config` returns it; bfloat16 where it names no dtype.
+        names: whose names its tensors have.
 
     Raises:
         Edge0Error: a parameter of the transformers model has no row in its name table (all are listed).
@@ -106,12 +107,12 @@ def checkpoint_layout(config: Mapping[str, Any], layout: Family) -> list[Target]
     problems: list[str] = []
     text_config = config.get("text_config", config)
     for hf_name, shape in parameter_shapes(empty_model(text_config, layout, torch.float32)).items():
-        links = layout.links_of_hf(hf_name, text_config)
-        if not links:
+        link = layout.written_link(hf_name, text_config, names)
+        if link is None:
             problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
             continue
-        made = to_mlx(links[0], torch.empty(shape, device="meta"), text_config)
-        targets += link_targets(links[0], [tuple(tensor.shape) for tensor in made], cast)
+        made = to_mlx(link, torch.empty(shape, device="meta"), text_config)
+        targets += link_targets(link, [tuple(tensor.shape) for tensor in made], cast)
     raise_problems(f"family {layout.name}: no layout", problems, "add the rows")
     return targets
 

@@ -21,7 +21,7 @@ import torch
 
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.families import Family
+from edge0_runtime.contract.families import Family, Names
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.links import Link
 from edge0_runtime.contract.tier import Tier
@@ -78,13 +78,20 @@ class Job:
 
 
 def quantize_checkpoint(
-    source_dir: Path | str, out_dir: Path | str, tier: Tier, *, shard_bytes: int = SHARD_BYTES
+    source_dir: Path | str,
+    out_dir: Path | str,
+    tier: Tier,
+    *,
+    names: Names = "mlx",
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
     """Write the int4 MLX directory of a transformers model; `out_dir` appears whole or not at all.
 
     Args:
         source_dir: config.json, safetensors, tokenizer; nested or flat config, fused or per-expert tensors.
-        shard_bytes: more tensor bytes are split into several files (between parameters) with an index.
+        names: mlx-lm's names, or those of the published file, which the public runtime reads; the values are the same.
+        shard_bytes: more tensor bytes are split into several files (between parameters) with an index, unless the names are
+            the published ones and the public runtime reads one file alone.
 
     Returns:
         What was done: dtype, modules per code width, tensors, bytes, shards, dropped tensors, copied files.
@@ -106,20 +113,22 @@ def quantize_checkpoint(
     if not (source.directory / "tokenizer.json").is_file():
         raise Edge0Error(f"{source.directory}: has no tokenizer.json; save the tokenizer beside the model")
     config = _deployed_config(source, layout)
-    jobs, dropped = _plan(source, config, layout)
+    jobs, dropped = _plan(source, config, layout, names)
     targets = [target for job in jobs for target in job.targets]
     config["quantization"] = config["quantization_config"] = quantization_block(targets)
 
     groups = [job.group(source) for job in jobs]
     total = sum(group.nbytes() for group in groups)
     with new_directory(out_dir, total) as partial:
-        shards = write_shards(partial, groups, shard_bytes)
+        one_file = layout.one_file and names == "published"
+        shards = write_shards(partial, groups, total if one_file else shard_bytes)
         write_json(partial / "config.json", dict(sorted(config.items())))
         copied = [name for name in COPIED if (source.directory / name).is_file()]
         for name in copied:
             shutil.copyfile(source.directory / name, partial / name)
     modules = Counter(target.bits for target in targets)
     return {
+        "names": names,
         "dtype": str(targets[0].dtype).removeprefix("torch."),
         "int4_modules": modules[4],
         "int8_modules": modules[8],
@@ -151,7 +160,7 @@ def _deployed_config(source: Checkpoint, layout: Family) -> dict[str, Any]:
     return config
 
 
-def _plan(source: Checkpoint, config: Mapping[str, Any], layout: Family) -> tuple[list[Job], int]:
+def _plan(source: Checkpoint, config: Mapping[str, Any], layout: Family, names: Names) -> tuple[list[Job], int]:
     """What each transformers parameter becomes, in the model's order, and how many tensors are dropped.
 
     Raises Edge0Error listing every tensor that is missing, left over, or of a wrong shape or dtype.
@@ -169,11 +178,10 @@ def _plan(source: Checkpoint, config: Mapping[str, Any], layout: Family) -> tupl
         if on_disk[layout.hf_name(name)] != name
     ]
     for hf_name, shape in shapes.items():
-        links = layout.links_of_hf(hf_name, text_config)
-        if not links:
+        link = layout.written_link(hf_name, text_config, names)
+        if link is None:
             problems.append(f"{hf_name}: a parameter of the transformers model without a row in its name table")
             continue
-        link = links[0]
         made = to_mlx(link, torch.empty(shape, device="meta"), text_config)
         pieces = {hf_name: tuple(shape)}
         parts: tuple[tuple[str, ...], ...] = ()

@@ -27,6 +27,11 @@ class Base:
         "${teacher.directory}",
         example="teacher.directory=/models/Qwen3.6-35B-A3B",
     )
+    names: str = setting(
+        "Tensor names that phase=quantize writes: mlx-lm's, or the published ones, which the public runtime reads.",
+        "mlx",
+        choices=names_in("edge0_runtime.contract.family", "NAMES"),
+    )
     dtype: str = setting(
         "What dequantised values are rounded to; take float32 on a CPU.", "bfloat16", choices=("float32", "bfloat16")
     )

@@ -39,7 +39,7 @@ def chain_stages(
     lora = None
     for phase, kind, adapter in adapters:
         check_binding(
-            bench.student.base.fingerprint,
+            bench.student.base.identity,
             adapter if kind == "prerouter" else None,
             adapter if kind == "lora" else None,
         )

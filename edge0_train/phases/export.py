@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter
-from edge0_runtime.contract.binding import check_binding, upstream_problems
-from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.base_config import config_differences
+from edge0_runtime.contract.binding import check_binding
+from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import atomic_replace
+from edge0_runtime.contract.files import atomic_replace, raise_problems
+from edge0_runtime.contract.public_runtime import upstream_base_problems, upstream_problems
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
 from edge0_train.adapters import describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
@@ -51,8 +53,9 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
     student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(config, student)
-    _place_base(Path(config.base.directory), target, student.base.fingerprint)
-    problems: dict[str, list[str]] = {}
+    _place_base(Path(config.base.directory), target, student.base.identity)
+    exported = Checkpoint.open(target)
+    problems = {"base": upstream_base_problems(exported, tier)}
     for kind, adapter in adapters.items():
         assert adapter
         with atomic_replace(target / tier.file_name(kind)) as temporary:
@@ -61,7 +64,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         if read.sha256 != adapter.sha256:
             raise Edge0Error(f"{read.path}: reads back as {read.sha256}, written was {adapter.sha256}; check the disk")
         problems[kind] = upstream_problems(read)
-    check_binding(Checkpoint.open(target).fingerprint(), adapters["prerouter"], adapters["lora"])
+    check_binding(exported.identity(), adapters["prerouter"], adapters["lora"])
     write_trace(target / tier.file_name("verify"), trace, tier)
     for name, reasons in problems.items():
         verdict = "not loadable upstream: " + "; ".join(reasons) if reasons else "loads in the public runtime"
@@ -70,14 +73,20 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     return {"directory": str(target), "sha256": {k: a.sha256 for k, a in adapters.items() if a}, "upstream": problems}
 
 
-def _place_base(base: Path, target: Path, fingerprint: str) -> None:
+def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:
     """Hard-link (else copy) the base's files into `target`, unless that base is there already."""
     if target.exists():
-        found = Checkpoint.open(target).fingerprint()
-        if found != fingerprint:
+        found = Checkpoint.open(target).identity()
+        if found.fingerprint != identity.fingerprint:
             raise Edge0Error(
-                f"export.directory: {target} holds another base ({found[:12]}, not {fingerprint[:12]}); choose another"
+                f"export.directory: {target} holds another base ({found.fingerprint[:12]}, not"
+                f" {identity.fingerprint[:12]}); choose another"
             )
+        raise_problems(
+            f"export.directory: {target} holds the base with another config.json",
+            config_differences(identity.config, found.config),
+            "put base.directory's config.json there, or choose another",
+        )
         return
     temporary = target.with_name(target.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)

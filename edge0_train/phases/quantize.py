@@ -3,7 +3,8 @@
     python -m edge0_train phase=quantize tier=nano
     python -m edge0_train phase=quantize tier=35b base.source=models/Qwen3.6-35B-A3B
 
-Settings: base.source (the transformers directory), base.directory (where the checkpoint goes).
+Settings: base.source (the transformers directory), base.directory (where the checkpoint goes), base.names (mlx-lm's names, or the
+published ones, which the public runtime reads: the default of the tiers 35b and 8b).
 Expected on nano (0.1 s): the base of all later phases; its fingerprint binds every adapter to it. At K=8 it has KL .0059 to the
 teacher, at K=4 .0076.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.family import Names
 from edge0_train.base import quantize_checkpoint
 from edge0_train.config import Config
 from edge0_train.report import print_plan
@@ -22,7 +24,7 @@ from edge0_train.run import Run
 
 
 def quantize(config: Config, run: Run) -> dict[str, Any]:
-    """Write `base.directory` from `base.source`: bit for bit what mlx-lm's own conversion writes."""
+    """Write `base.directory` from `base.source`: the values of mlx-lm's own conversion bit for bit, under either names."""
     source, target = Path(config.base.source), Path(config.base.directory)
     config_file = source / "config.json"
     if not config_file.is_file():
@@ -30,7 +32,7 @@ def quantize(config: Config, run: Run) -> dict[str, Any]:
             f"base.source: {source} has no config.json; give the transformers directory of the original model"
         )
     model_type = json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
-    print_plan(config, {"source": f"{source} ({model_type})", "target": str(target)})
+    print_plan(config, {"source": f"{source} ({model_type})", "target": f"{target} ({config.base.names} names)"})
     if config.dry_run:
         return {}
-    return quantize_checkpoint(source, target, config.tier)
+    return quantize_checkpoint(source, target, config.tier, names=cast(Names, config.base.names))

@@ -10,6 +10,7 @@ import safetensors
 import safetensors.numpy
 
 from edge0_runtime.contract import (
+    BaseIdentity,
     Edge0Error,
     read_header,
     write_atomic,
@@ -17,6 +18,12 @@ from edge0_runtime.contract import (
 
 KINDS = ("prerouter", "lora")
 BASE, OTHER = "a" * 64, "d" * 64
+CONFIG = {
+    "rms_norm_eps": 1e-6,
+    "rope_parameters.rope_theta": 1e4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+IDENTITY = BaseIdentity(BASE, CONFIG)
 A_KEY = "language_model.model.layers.0.linear_attn.in_proj_z.lora_A"
 B_KEY = "language_model.model.layers.0.linear_attn.in_proj_z.lora_B"
 HEAD_KEY = "layers.1.fc1.weight"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract import PhaseRecord, Provenance, Teacher, Tier, builtin_tier, read_adapter, write_adapter
+from tests.contract.adapters import CONFIG
 
 SHA = {name: digit * 64 for name, digit in zip(("base", "tokenizer", "template", "other"), "abcd", strict=True)}
 
@@ -60,6 +61,7 @@ def provenance() -> Callable[..., Provenance]:
             "data": None,
             "prerouter_sha256": None,
             "created": "2026-01-02T03:04:05Z",
+            "base_config": CONFIG,
         }
         return Provenance(**(record | fields))
 

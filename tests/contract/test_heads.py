@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from edge0_runtime.contract.artifacts import Adapter
-from edge0_runtime.contract.binding import upstream_problems
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.heads import HEAD_INPUTS, HEAD_KINDS, HeadKind
+from edge0_runtime.contract.public_runtime import upstream_problems
 from edge0_runtime.contract.tier import Tier, builtin_tier, read_tier
 
 
@@ -49,7 +49,9 @@ def test_a_kind_of_ones_own_has_its_own_tensors(nano: Tier, linear: str) -> None
 
 def test_a_kind_of_ones_own_is_not_served_upstream(linear: str) -> None:
     tier = dataclasses.replace(builtin_tier("35b"), head=linear)
-    (problem,) = upstream_problems(Adapter("prerouter", Path("x"), tier, {}, None, "", True))
+    (problem,) = upstream_problems(
+        Adapter("prerouter", Path("prerouter_edge0_35b.safetensors"), tier, {}, None, "", True)
+    )
     assert problem == "head is linear; it has heads of kind mlp alone"
 
 

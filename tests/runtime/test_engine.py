@@ -15,6 +15,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine, Token
 from edge0_runtime.sampling import make_sampler
 from edge0_runtime.sequence import Sequence
+from tests.mlx_memory import mlx_bytes
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +265,7 @@ def test_the_plan_says_what_is_served(engine: Engine) -> None:
 
 def test_memory_is_given_back_after_every_request(engine: Engine, prompts: list[list[int]]) -> None:
     list(engine.generate(prompts[3], max_tokens=2, ignore_eos=True))  # all experts that the requests need are loaded
-    before = mx.get_active_memory()
+    before = mlx_bytes()
     for _ in range(5):
         list(engine.generate(prompts[3], max_tokens=2, ignore_eos=True))
     steps = engine.generate(prompts[3], max_tokens=2, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import psutil
@@ -36,6 +38,7 @@ from edge0_runtime.measure.ab import compare, ratios, table
 from edge0_runtime.measure.bench import run
 from edge0_runtime.measure.doctor import doctor, doctor_text
 from edge0_runtime.plan import MAX_GATHERED_ROWS, make_plan, prefill_chunk
+from tests.mlx_memory import mlx_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")
 
@@ -67,7 +70,7 @@ def test_the_plan_counts_everything_that_is_held(tiny_dir: Path, store: ExpertSt
 def test_the_plan_is_kept(tiny_dir: Path, budget: Callable[..., float]) -> None:
     """What MLX holds after loading is what the plan says, but for the activations, which aren't there yet."""
     gib = budget(tiny_dir, 9)
-    before = mx.get_active_memory()
+    before = mlx_bytes()
     with Engine.load(tiny_dir, memory_budget=gib) as engine:
         plan = engine.model.plan
         assert plan is not None and plan.budget_bytes == int(gib * 2**30)
@@ -77,6 +80,20 @@ def test_the_plan_is_kept(tiny_dir: Path, budget: Callable[..., float]) -> None:
         for text in ("memory budget", "9 of 32 experts fit", "a token needs 8, 4 of them known a token ahead"):
             assert text in plan.text()
         assert json.loads(json.dumps(plan.to_dict()))["slots"] == 9
+
+
+def test_garbage_from_before_is_no_memory_given_back() -> None:
+    """The collector may run at any time: here, after the first look."""
+    gc.disable()
+    try:
+        cycle: list[Any] = [mx.eval(array := mx.zeros(2**18)), array]
+        cycle.append(cycle)
+        del cycle, array
+        before = mlx_bytes()
+        gc.collect()
+        assert mx.get_active_memory() == before
+    finally:
+        gc.enable()
 
 
 def test_no_pass_gathers_more_rows_than_mlx_computes_right(tiny_dir: Path) -> None:

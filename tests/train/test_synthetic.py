@@ -76,7 +76,7 @@ def test_the_same_of_a_family_whose_gates_choose_themselves(tmp_path):
 def test_the_8b_has_its_published_bytes_of_routed_experts(tmp_path):
     write_base(tmp_path / "8b", builtin_tier("8b"), headers_only=True)
     entries = Checkpoint.open(tmp_path / "8b").entries
-    assert sum(e.end - e.start for name, (_, e) in entries.items() if ".switch_mlp." in name) == 3_906_994_176
+    assert sum(e.end - e.start for name, (_, e) in entries.items() if ".mlp.experts." in name) == 3_906_994_176
 
 
 def test_a_stronger_image_shares_more_and_what_cannot_be_had_is_refused():

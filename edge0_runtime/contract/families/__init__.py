@@ -10,9 +10,9 @@ import pkgutil
 from importlib import import_module
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.family import PROJECTIONS, QUANTISED_PARTS, Architecture, Family
+from edge0_runtime.contract.family import NAMES, PROJECTIONS, QUANTISED_PARTS, Architecture, Family, Names
 
-__all__ = ["PROJECTIONS", "QUANTISED_PARTS", "Architecture", "Family", "families", "family"]
+__all__ = ["NAMES", "PROJECTIONS", "QUANTISED_PARTS", "Architecture", "Family", "Names", "families", "family"]
 
 _FAMILIES: dict[str, Family] = {
     module.name: import_module(f"{__name__}.{module.name}").FAMILY

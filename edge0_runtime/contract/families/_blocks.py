@@ -80,7 +80,7 @@ class LayerRows:
     def mlp(self, path: str) -> tuple[Link, ...]:
         return self.linears(*(f"{path}.{projection}" for projection in PROJECTIONS))
 
-    def experts(self, below: str = "mlp.switch_mlp") -> tuple[Link, ...]:
+    def experts(self, below: str = "mlp.switch_mlp", **facts: Any) -> tuple[Link, ...]:
         """The routed experts: fused, with gate and up in one, in transformers' model, and stacked `below` a layer in MLX's."""
         return tuple(
             Link(
@@ -88,6 +88,7 @@ class LayerRows:
                 tuple(f"{self.mlx}.{below}.{name}.weight" for name in projections),
                 stored="int4",
                 disk=tuple(f"{self.hf}.mlp.experts.{{e}}.{name}.weight" for name in projections),
+                **facts,
             )
             for fused, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
         )

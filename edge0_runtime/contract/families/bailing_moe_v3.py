@@ -96,12 +96,12 @@ def _table() -> tuple[Link, ...]:
         *(own(f"{name}.weight") for name in ("q_a_layernorm", "kv_a_layernorm")),
         linear("o_proj", "dense", stored="int4", when=_is_mla),
         Link(f"{hf}{ABSORBED}.weight", absorbed, "absorbed"),
-        linear(ABSORBED),
+        linear(ABSORBED, published=True),
         # MoE
         *LAYER.vectors("mlp.gate.weight", float32=True),
         Link(f"{LAYER.hf}.mlp.gate.e_score_correction_bias", (f"{LAYER.mlx}.mlp.gate.expert_bias",), float32=True),
         *LAYER.experts("mlp.switch_mlp"),
-        *LAYER.experts("mlp.experts"),
+        *LAYER.experts("mlp.experts", published=True),
         *LAYER.mlp("mlp.shared_experts"),
         *LAYER.mlp("mlp"),  # dense layers
     )
@@ -144,6 +144,7 @@ FAMILY = Family(
     embedding="model.word_embeddings",
     experts="mlp.switch_mlp",
     other_experts=("mlp.experts",),
+    one_file=True,
     router="mlp.gate",
     expert_bias="expert_bias",
     ignored=("mlp.pregate.",),  # an old copy of prerouter heads
