@@ -35,6 +35,7 @@ class Prompts:
     """Train and held-out prompts, and what was lost on the way.
 
     Attributes:
+        read: rows read of the source; 0 for generated tasks.
         dropped: {reason: how many rows}. places: {reason: the first of them}.
         ignored: {field: rows that have it, though it changes nothing that the model sees}.
     """
@@ -44,6 +45,7 @@ class Prompts:
     dropped: dict[str, int]
     places: dict[str, list[str]] = field(default_factory=dict)
     ignored: dict[str, int] = field(default_factory=dict)
+    read: int = 0
 
     def why_dropped(self) -> str:
         """`2 no messages (line 3, line 7), 1 duplicate prompt (line 9)`, or none."""
@@ -56,7 +58,12 @@ class Prompts:
 
     def to_dict(self) -> dict[str, Any]:
         """For data cards and summaries."""
-        return {"dropped_prompts": self.dropped, "dropped_at": self.places, "ignored_fields": self.ignored}
+        return {
+            "rows_read": self.read,
+            "dropped_prompts": self.dropped,
+            "dropped_at": self.places,
+            "ignored_fields": self.ignored,
+        }
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ def _from_rows(
     harmless = (DUPLICATE, limit.reason if limit else "")
     unusable = sum(times for reason, times in losses.dropped.items() if reason not in harmless)
     random.Random(seed).shuffle(sides[False])
-    prompts = Prompts(sides[False], sides[True], dict(losses.dropped), losses.places, dict(losses.ignored))
+    prompts = Prompts(sides[False], sides[True], dict(losses.dropped), losses.places, dict(losses.ignored), count)
     if unusable > max_dropped * count:
         raise Edge0Error(
             f"text.max_dropped: {unusable:,} of {count:,} rows of {source} ({unusable / count:.1%}) cannot be used, allowed"

@@ -41,7 +41,8 @@ def prompts_of(config: Config, directory: str, *, train: int, held_out: int, see
 
 def describe_prompts(prompts: Prompts) -> str:
     """How many there are, and what was dropped or ignored on the way, for a plan."""
-    lines = [f"{len(prompts.train):,} train, {len(prompts.held_out):,} held out (dropped: {prompts.why_dropped()})"]
+    of = f" of {prompts.read:,} rows read ({sum(prompts.dropped.values()) / prompts.read:.1%})" if prompts.read else ""
+    lines = [f"{len(prompts.train):,} train, {len(prompts.held_out):,} held out (dropped{of}: {prompts.why_dropped()})"]
     if prompts.ignored:
         fields = ", ".join(f"{name} ({count:,})" for name, count in prompts.ignored.items())
         lines.append(f"fields that the chat template has no place for (in so many rows): {fields}")

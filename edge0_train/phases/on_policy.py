@@ -47,15 +47,16 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     rounds, steps, rows = _arithmetic(config)
     teacher = check_teacher(config)
     prompts = _prompts(config, rounds, rows)
+    facts = {"teacher": teacher, "prompts": describe_prompts(prompts)}
     if config.dry_run:
-        print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True), teacher, prompts))
+        print_plan(config, facts | _plan(config, sketch_student(config, lora=True, heads=True)))
         return {}
     prerouter, lora = input_path(config, "prerouter"), input_path(config, "lora")
     if not prerouter or not lora:
         raise Edge0Error("inputs: on_policy starts from heads and a LoRA; set inputs.prerouter and inputs.lora")
     student = build_student(config, prerouter=prerouter, lora=lora)
     chat = student.chat
-    print_plan(config, _plan(config, student.path, teacher, prompts))
+    print_plan(config, facts | _plan(config, student.path))
     writer = PathWriter(student.path, config.sample, chat.end_ids, chat.pad_id, native_k=None)
     scorer = Scorer(config, student)
 
@@ -116,7 +117,7 @@ def _prompts(config: Config, rounds: int, rows: int) -> Prompts:
     return prompts
 
 
-def _plan(config: Config, path: StudentPath, teacher: str, prompts: Prompts) -> dict[str, str]:
+def _plan(config: Config, path: StudentPath) -> dict[str, str]:
     """The phase's plan; `path` may be on the meta device. No row is written yet: all are taken to be as long as allowed."""
     optim, rounds = config.optim, config.on_policy.rounds
     count, longest = optim.rows * optim.steps, config.text.max_length - 1
@@ -124,8 +125,6 @@ def _plan(config: Config, path: StudentPath, teacher: str, prompts: Prompts) -> 
     rows = Rows(count, 0, longest, labels, longest, {}, assumed=True)
     return {
         "inputs": describe_inputs(config),
-        "teacher": teacher,
-        "prompts": describe_prompts(prompts),
         "scoring": "the teacher stays loaded"
         if config.teacher.resident
         else "the teacher is loaded for each round's scores",

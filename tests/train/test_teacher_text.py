@@ -175,12 +175,32 @@ def test_prompts_without_room_for_an_answer_are_dropped_before_they_are_written(
         "sample.batch=300",
         "sample.max_truncated=1",
     )
-    config_dropped = {"prompt not below text.max_length=64": 20}
+    too_long = "prompt not below text.max_length=64"
     summary, directory = run_phase(config)
-    assert summary["card"]["dropped_prompts"] == config_dropped
-    assert "20 prompt not below text.max_length=64" in capsys.readouterr().out
+    assert summary["card"]["dropped_prompts"] == {too_long: 20} and summary["card"]["rows_read"] == 220
+    assert summary["card"]["dropped_at"] == {too_long: [f"line {n}" for n in range(201, 206)]}
+    done = json.loads((directory / "done.json").read_text())
+    assert done["card"] == json.loads((directory / "card.json").read_text()) == summary["card"]
+    plan = " ".join(capsys.readouterr().out.split())
+    assert f"(dropped of 220 rows read (9.1%): 20 {too_long} (line 201, line 202, " in plan
     shards = [row for shard in (directory / "shards").iterdir() for row in read_rows(shard)]
     assert len(shards) == 200 and all(len(row.prompt_ids) < 64 for row in shards)
+
+
+def test_rows_that_cannot_be_used_stop_the_phase_above_the_share_that_is_set(text_config, tmp_path):
+    file = tmp_path / "q.jsonl"
+    prompts_file(file, [f"Question {n}?" for n in range(100)])
+    with file.open("a") as lines:
+        lines.write(
+            '{"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]}\n' * 1 + "{\n" * 9
+        )
+    config = text_config(
+        f"text.prompts={file}", "text.max_dropped=0.05", "sample.prompts=200", "sample.eval_prompts=50"
+    )
+    with pytest.raises(
+        Edge0Error, match=r"text\.max_dropped: 10 of 110 rows .*\(9\.1%\).*9 not strict JSON \(line 102"
+    ):
+        run_phase(config)
 
 
 def test_only_long_prompts_is_an_error(text_config, tmp_path):
