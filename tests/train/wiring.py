@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ SETTINGS = (
     "sample.batch=3", "sample.max_new_tokens=8", "sample.max_truncated=1", "sample.max_repetitive=1", "sample.temperature=0",
     "export.trace_prompts=2", "export.trace_tokens=6", "threads=1",
 )  # fmt: skip
+ON_POLICY_RATE = 0.2
+"""So high that the second round's student writes something else than the first one's."""
 BEFORE = {
     "head_distill": (),
     "head_refine": ("head_distill",),
@@ -86,10 +88,11 @@ class Chain:
 
     def config(self, phase: str, *overrides: str) -> Config:
         where = (f"root={self.root}", f"base.directory={self.base}", f"text.rows={self.root / 'text'}")
-        return configure(f"phase={phase}", *where, *SETTINGS, *overrides)
+        own = (f"optim.lr={ON_POLICY_RATE}",) if phase == "on_policy" else ()
+        return configure(f"phase={phase}", *where, *SETTINGS, *own, *overrides)
 
     def run(self, phase: str, *overrides: str) -> Ran:
-        """A phase as `python -m edge0_train phase=...` runs it; with overrides beside the chain, in a `run_dir` that they name."""
+        """A phase as on the command line; with overrides it runs beside the chain, in a `run_dir` that they name."""
         if not overrides and phase in self.done:
             return self.done[phase]
         for before in BEFORE.get(phase, ()):
@@ -125,16 +128,17 @@ def short_rows(split: str, count: int) -> list[TextRow]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model makes of one row: logits [C, V] at the completion's labels, the experts of each of these inputs, and
+    """What a model makes of one row.
 
-    kl, hits: of every (predicted input, owner), KL(router || head) and how many of the router's K the head finds.
+    Attributes:
+        logits_CV: at the completion's labels. experts: that ran at each of these inputs, by layer.
+        pairs: the logits [E] of router and head, of every (predicted input, owner).
     """
 
     row: TextRow
     logits_CV: torch.Tensor
     experts: list[dict[int, set[int]]]
-    kl: list[float]
-    hits: list[int]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def loss(self) -> float:
@@ -188,10 +192,17 @@ class Plain(Reference):
             for owner in self.tier.owners
             if self.predicted[t]
         ]
-        kl = [float((r.softmax(-1) * (r.log_softmax(-1) - h.log_softmax(-1))).sum()) for r, h in pairs]
+        return Reading(row, self.model.lm_head(hidden_TH[prompt - 1 :]), experts[prompt - 1 :], pairs)
+
+    def mean_pair(self, rows: Sequence[TextRow], term: Callable[[torch.Tensor, torch.Tensor], float]) -> float:
+        """Mean of term(router's logits, head's logits) over predicted inputs and owners."""
+        terms = [term(router_E, head_E) for row in rows for router_E, head_E in self.read(row).pairs]
+        return sum(terms) / len(terms)
+
+    def recall(self, rows: Sequence[TextRow]) -> float:
+        """Share of the router's K experts that are among the head's K."""
         k = self.tier.k
-        hits = [len({*r.topk(k).indices.tolist()} & {*h.topk(k).indices.tolist()}) for r, h in pairs]
-        return Reading(row, self.model.lm_head(hidden_TH[prompt - 1 :]), experts[prompt - 1 :], kl, hits)
+        return self.mean_pair(rows, lambda r, h: len({*r.topk(k).indices.tolist()} & {*h.topk(k).indices.tolist()}) / k)
 
     def mean_loss(self, rows: Sequence[TextRow]) -> float:
         """Mean cross-entropy of the completions' tokens."""
