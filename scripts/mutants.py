@@ -4,8 +4,7 @@
     python scripts/mutants.py --only rollouts-native --only joint-heads-at-full-rate
     python scripts/mutants.py --jobs 2 --json benchmarks/results/mutants/result.json
 
-A row names a file, the text to find in it (exactly once), what to put there, and the tests that must fail then. Before
-that, the same tests must pass on the copy as it is. Exit code 1 when a change survives.
+The tests that a row names must fail with its change, and must pass without any. Exit code 1 when a change survives.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ import os
 import platform
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -39,7 +39,7 @@ class Mutant:
 
     Attributes:
         name: what goes wrong, in a few words.
-        file: path below the root. find: text that occurs in it once. replace: what stands there instead.
+        file, find, replace: where (below the root), the text that occurs there once, what stands there instead.
         tests: pytest node ids; each of them must fail.
     """
 
@@ -47,7 +47,7 @@ class Mutant:
     file: str
     find: str
     replace: str
-    tests: tuple[str, ...]
+    tests: list[str]
 
     def applied(self, text: str) -> str:
         """The file's text with the change. Raises ValueError unless `find` occurs exactly once."""
@@ -57,35 +57,22 @@ class Mutant:
         return text.replace(self.find, self.replace)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a mutant: killed, survived (`passed` are the tests that did not notice) or broken (pytest itself failed)."""
-
-    name: str
-    verdict: str
-    killed_by: tuple[str, ...]
-    passed: tuple[str, ...]
-    seconds: float
+Outcome = dict[str, Any]
+"""Of a mutant: name; verdict (killed, survived, or broken: pytest could not run); killed_by, unnoticed_by (tests); seconds."""
 
 
-def read_mutants(path: Path = ROWS) -> list[Mutant]:
-    """The rows of the file, in its order."""
-    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+def read_mutants() -> list[Mutant]:
+    """The rows, in their order."""
+    return [Mutant(**row) for row in yaml.safe_load(ROWS.read_text(encoding="utf-8"))]
 
 
-def copy_tree(target: Path) -> None:
-    """The files that git keeps, and new ones that it does not ignore, as they are on the disk."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
+def copied_tree(target: Path) -> Path:
+    """A folder with the files that git keeps or would keep, as they are on the disk."""
+    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
+    return target
 
 
 def failing(tree: Path, tests: Iterable[str]) -> tuple[int, list[str]]:
@@ -98,45 +85,32 @@ def failing(tree: Path, tests: Iterable[str]) -> tuple[int, list[str]]:
     return done.returncode, [line[1] for line in lines if line[0] in ("FAILED", "ERROR") and len(line) > 1]
 
 
-def tried(mutant: Mutant, tree: Path) -> Outcome:
-    """The mutant's tests on the tree with the change in it; the tree is put back."""
-    file, began = tree / mutant.file, time.monotonic()
-    before = file.read_text(encoding="utf-8")
-    try:
-        file.write_text(mutant.applied(before), encoding="utf-8")
-        code, failed = failing(tree, mutant.tests)
-    finally:
-        file.write_text(before, encoding="utf-8")
-    passed = tuple(test for test in mutant.tests if not any(node.startswith(test) for node in failed))
-    verdict = "broken" if code not in (0, 1) else "survived" if passed else "killed"
-    return Outcome(mutant.name, verdict, tuple(failed), passed, round(time.monotonic() - began, 1))
+def tried(mutant: Mutant, trees: queue.Queue[Path]) -> Outcome:
+    """The mutant's tests on one of the trees with the change in it; the tree is put back as it was."""
+    tree, began = trees.get(), time.monotonic()
+    before = (tree / mutant.file).read_text(encoding="utf-8")
+    (tree / mutant.file).write_text(mutant.applied(before), encoding="utf-8")
+    code, failed = failing(tree, mutant.tests)
+    (tree / mutant.file).write_text(before, encoding="utf-8")
+    trees.put(tree)
+    unnoticed = [test for test in mutant.tests if not any(f"{node}[".startswith(f"{test}[") for node in failed)]
+    verdict = "broken" if code not in (0, 1) else "survived" if unnoticed else "killed"
+    outcome = {"name": mutant.name, "verdict": verdict, "killed_by": failed, "unnoticed_by": unnoticed}
+    print(f"{verdict:8} {mutant.name}", *unnoticed, flush=True)
+    return outcome | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
     """Every mutant in one of `jobs` copies. Exits with a sentence if their tests fail without any change."""
-    with ExitStack() as stack:
-        trees: queue.Queue[Path] = queue.Queue()
-        for _ in range(jobs):
-            tree = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))
-            copy_tree(tree)
-            trees.put(tree)
-
-        def one(mutant: Mutant) -> Outcome:
-            tree = trees.get()
-            try:
-                outcome = tried(mutant, tree)
-            finally:
-                trees.put(tree)
-            print(f"{outcome.verdict:8} {outcome.seconds:5.0f} s  {mutant.name}", flush=True)
-            return outcome
-
-        code, failed = failing(tree, dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+    trees: queue.Queue[Path] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        for number in range(jobs):
+            trees.put(copied_tree(Path(folder) / str(number)))
+        code, failed = failing(trees.queue[0], dict.fromkeys(test for mutant in mutants for test in mutant.tests))
         if code:
-            sys.exit(
-                f"error: without a change pytest ends with {code}, {', '.join(failed) or 'no test failed'}; fix that first"
-            )
+            sys.exit(f"error: pytest ends with {code} before any change, fix that first: {', '.join(failed)}")
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, mutants))
+            return list(pool.map(lambda mutant: tried(mutant, trees), mutants))
 
 
 def git(*args: str) -> str:
@@ -151,25 +125,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     args = parser.parse_args()
-    mutants = read_mutants()
-    unknown = {*(args.only or ())} - {mutant.name for mutant in mutants}
-    if unknown:
-        parser.error(f"--only {', '.join(sorted(unknown))}: no such row in {ROWS.relative_to(ROOT)}")
+    chosen = [mutant for mutant in read_mutants() if not args.only or mutant.name in args.only]
+    if len(chosen) < len({*(args.only or ())}):
+        parser.error(f"--only: {', '.join(args.only)} are not all names of rows in {ROWS.relative_to(ROOT)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unhandled, it would leave the copies behind
     commit = git("rev-parse", "HEAD") + "-dirty" * bool(git("status", "--porcelain"))
-    outcomes = try_all([m for m in mutants if not args.only or m.name in args.only], args.jobs)
-    for outcome in outcomes:
-        if outcome.passed:
-            print(f"{outcome.verdict}: {outcome.name}; not noticed by {', '.join(outcome.passed)}")
-    killed = sum(outcome.verdict == "killed" for outcome in outcomes)
+    outcomes = try_all(chosen, args.jobs)
+    killed = sum(outcome["verdict"] == "killed" for outcome in outcomes)
     print(f"{killed} of {len(outcomes)} killed")
     if args.json:
-        machine = (
-            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        )
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        facts = {"commit": commit, "machine": machine, "date": date, "killed": killed, "of": len(outcomes)}
+        facts = {"commit": commit, "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"}
+        facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**facts, "mutants": [asdict(o) for o in outcomes]}, indent=1) + "\n")
+        args.json.write_text(json.dumps(facts | {"mutants": outcomes}, indent=1) + "\n")
     return int(killed < len(outcomes))
 
 
