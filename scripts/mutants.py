@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
-import queue
 import shutil
 import signal
 import subprocess
@@ -22,15 +22,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests" / "mutants.yaml"
+FOUND = "pytest.out"
+PRELOADED = ("torch", "transformers.generation", "peft", "accelerate.utils", "datasets", "hydra", "safetensors.torch")
 
 
 @dataclass(frozen=True)
@@ -75,42 +77,61 @@ def copied_tree(target: Path) -> Path:
     return target
 
 
-def failing(tree: Path, tests: Iterable[str]) -> tuple[int, list[str]]:
-    """pytest's exit code on the tree, and the ids of the tests that failed (or whose set-up did)."""
-    # Bytecode is found again by time and size of its source, which a change may leave as they were.
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    lines = (line.split(" ") for line in done.stdout.splitlines())
-    return done.returncode, [line[1] for line in lines if line[0] in ("FAILED", "ERROR") and len(line) > 1]
+def start_pytest(tree: Path, tests: Iterable[str]) -> int:
+    """A process that runs the tests on the tree's own code, and says in `FOUND` what failed; returns its id.
+
+    It is a copy of this one, in which what takes most of a test's time is imported already: torch and transformers.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
+    sys.dont_write_bytecode = True  # it is found again by time and size of its source, which a change may leave
+    with Path(FOUND).open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    code = pytest.main(["-q", "-n0", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests])
+    sys.stdout.flush()
+    os._exit(int(code))
 
 
-def tried(mutant: Mutant, trees: queue.Queue[Path]) -> Outcome:
-    """The mutant's tests on one of the trees with the change in it; the tree is put back as it was."""
-    tree, began = trees.get(), time.monotonic()
-    before = (tree / mutant.file).read_text(encoding="utf-8")
-    (tree / mutant.file).write_text(mutant.applied(before), encoding="utf-8")
-    code, failed = failing(tree, mutant.tests)
-    (tree / mutant.file).write_text(before, encoding="utf-8")
-    trees.put(tree)
-    unnoticed = [test for test in mutant.tests if not any(f"{node}[".startswith(f"{test}[") for node in failed)]
-    verdict = "broken" if code not in (0, 1) else "survived" if unnoticed else "killed"
-    outcome = {"name": mutant.name, "verdict": verdict, "killed_by": failed, "unnoticed_by": unnoticed}
-    print(f"{verdict:8} {mutant.name}", *unnoticed, flush=True)
-    return outcome | {"seconds": round(time.monotonic() - began, 1)}
+def failed_in(tree: Path) -> list[str]:
+    """Ids of the tests that failed (or whose set-up did) in the last process on the tree."""
+    lines = (line.split(" ") for line in (tree / FOUND).read_text(encoding="utf-8").splitlines())
+    return [line[1] for line in lines if line[0] in ("FAILED", "ERROR") and len(line) > 1]
 
 
-def try_all(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
-    """Every mutant in one of `jobs` copies. Exits with a sentence if their tests fail without any change."""
-    trees: queue.Queue[Path] = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        for number in range(jobs):
-            trees.put(copied_tree(Path(folder) / str(number)))
-        code, failed = failing(trees.queue[0], dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-        if code:
-            sys.exit(f"error: pytest ends with {code} before any change, fix that first: {', '.join(failed)}")
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(lambda mutant: tried(mutant, trees), mutants))
+def try_all(mutants: Sequence[Mutant], trees: list[Path]) -> list[Outcome]:
+    """Every mutant on one of the trees, so many at a time; a tree is put back before the next one."""
+    waiting, outcomes = list(mutants), []
+    running: dict[int, tuple[Mutant, Path, str, float]] = {}
+    while waiting or running:
+        if waiting and trees:
+            mutant, tree = waiting.pop(0), trees.pop()
+            text = (tree / mutant.file).read_text(encoding="utf-8")
+            (tree / mutant.file).write_text(mutant.applied(text), encoding="utf-8")
+            running[start_pytest(tree, mutant.tests)] = mutant, tree, text, time.monotonic()
+            continue
+        pid, status = os.wait()
+        mutant, tree, text, began = running.pop(pid)
+        (tree / mutant.file).write_text(text, encoding="utf-8")
+        trees.append(tree)
+        failed, code = failed_in(tree), os.waitstatus_to_exitcode(status)
+        unnoticed = [test for test in mutant.tests if not any(f"{node}[".startswith(f"{test}[") for node in failed)]
+        verdict = "broken" if code not in (0, 1) else "survived" if unnoticed else "killed"
+        print(f"{verdict:8} {mutant.name}", *unnoticed, flush=True)
+        facts = {"name": mutant.name, "verdict": verdict, "killed_by": failed, "unnoticed_by": unnoticed}
+        outcomes.append(facts | {"seconds": round(time.monotonic() - began, 1)})
+    return outcomes
+
+
+def check_unchanged(mutants: Sequence[Mutant], tree: Path) -> None:
+    """Exit with a sentence unless the mutants' tests pass without any change."""
+    tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+    code = os.waitstatus_to_exitcode(os.waitpid(start_pytest(tree, tests), 0)[1])
+    if code:
+        sys.exit(f"error: pytest ends with {code} before any change, fix that first: {', '.join(failed_in(tree))}")
 
 
 def git(*args: str) -> str:
@@ -130,7 +151,12 @@ def main() -> int:
         parser.error(f"--only: {', '.join(args.only)} are not all names of rows in {ROWS.relative_to(ROOT)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unhandled, it would leave the copies behind
     commit = git("rev-parse", "HEAD") + "-dirty" * bool(git("status", "--porcelain"))
-    outcomes = try_all(chosen, args.jobs)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = [copied_tree(Path(folder) / str(number)) for number in range(args.jobs)]
+        check_unchanged(chosen, trees[0])
+        outcomes = try_all(chosen, trees)
     killed = sum(outcome["verdict"] == "killed" for outcome in outcomes)
     print(f"{killed} of {len(outcomes)} killed")
     if args.json:

@@ -37,18 +37,18 @@ def test_it_begins_as_the_refined_heads_route_the_base(chain: Chain, given) -> N
     ran, rows = chain.run("student_sft"), chain.window(0)
     assert len({len(row.completion_ids) for row in rows}) > 1  # a mean over rows would be another number
     want = Plain(ran.config, given.tensors).mean_loss(rows)
-    assert ran.metrics()[0]["loss"] == pytest.approx(want, rel=1e-4)
+    assert ran.metrics()[0]["loss"] == pytest.approx(want, rel=1e-5)
     assert want != pytest.approx(Plain(ran.config).mean_loss(rows), rel=1e-2)
 
 
 def test_the_second_step_has_the_first_ones_lora_and_heads(chain: Chain, after_one_step) -> None:
     ran = chain.run("student_sft")
-    assert ran.metrics()[1]["loss"] == pytest.approx(after_one_step.mean_loss(chain.window(1)), rel=1e-4)
+    assert ran.metrics()[1]["loss"] == pytest.approx(after_one_step.mean_loss(chain.window(1)), rel=1e-5)
 
 
 def test_the_held_out_loss_is_of_held_out_rows_after_the_step(chain: Chain, after_one_step) -> None:
     ran = chain.run("student_sft")
-    assert ran.metrics()[0]["held_out_loss"] == pytest.approx(after_one_step.mean_loss(chain.held_out), rel=1e-4)
+    assert ran.metrics()[0]["held_out_loss"] == pytest.approx(after_one_step.mean_loss(chain.held_out), rel=1e-5)
 
 
 def test_heads_train_at_their_share_of_the_rate(chain: Chain, given) -> None:
@@ -79,13 +79,18 @@ def test_gradients_are_clipped_once_as_a_mean_over_the_windows_tokens(chain: Cha
     assert 10 * math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(CLIP, rel=1e-3)
 
 
-def test_any_cut_into_micro_batches_is_the_same_training(chain: Chain) -> None:
-    whole, cut = (
+@pytest.mark.parametrize(
+    "setting",
+    ["optim.micro_rows=1", "text.pack_length=64", "base.gradient_checkpointing=true", "base.storage=packed"],
+)
+def test_how_a_window_is_computed_changes_no_training(chain: Chain, setting: str) -> None:
+    """Cut into micro-batches, packed into lines, recomputed, or from int4 codes: losses and gradients are the same."""
+    plain, other = (
         chain.run("student_sft"),
-        chain.run("student_sft", "optim.micro_rows=1", f"run_dir={chain.root / 'cut'}"),
+        chain.run("student_sft", setting, f"run_dir={chain.root / setting.split('=')[0]}"),
     )
-    for a, b in zip(whole.metrics(), cut.metrics(), strict=True):
-        assert all(a[name] == pytest.approx(b[name], rel=1e-4) for name in ("loss", "gradient_norm", "held_out_loss"))
+    for a, b in zip(plain.metrics(), other.metrics(), strict=True):
+        assert all(a[name] == pytest.approx(b[name], rel=1e-3) for name in ("loss", "gradient_norm", "held_out_loss"))
         assert a["valid_tokens"] == b["valid_tokens"]
 
 
@@ -105,6 +110,7 @@ def test_the_lora_is_bound_to_the_heads_that_trained_beside_it(chain: Chain, giv
     lora, heads = ran.adapter("lora").provenance, ran.adapter("prerouter")
     assert lora and heads.provenance and heads.sha256 != given.sha256
     assert lora.prerouter_sha256 == heads.sha256
+    assert lora.data == heads.provenance.data == chain.source
     assert [record.phase for record in lora.phases] == ["head_distill", "head_refine", "student_sft"]
     assert lora.phases[-1].parents == heads.provenance.phases[-1].parents == {"prerouter": given.sha256}
 
@@ -123,5 +129,5 @@ def test_a_lora_that_is_given_is_gone_on_from(chain: Chain, given) -> None:
         "student_sft", "heads.joint_lr=0", f"inputs.lora={start.directory}", f"run_dir={chain.root / 'more'}"
     )
     want = Plain(more.config, given.tensors, lora_of(start.adapter("lora"))).mean_loss(chain.window(0))
-    assert more.metrics()[0]["loss"] == pytest.approx(want, rel=1e-4)
+    assert more.metrics()[0]["loss"] == pytest.approx(want, rel=1e-5)
     assert want != pytest.approx(start.metrics()[0]["loss"], rel=1e-2)

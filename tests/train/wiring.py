@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from edge0_runtime.contract.artifacts import Adapter, Kind, read_adapter
+from edge0_runtime.contract.provenance import DataSource
 from edge0_train.base import load_teacher, transformers_module
 from edge0_train.base.load import load_base
 from edge0_train.cli import run_phase
@@ -83,7 +84,8 @@ class Chain:
         self.root, self.base = root, make_config("head_distill").base.directory
         self.train, self.held_out = short_rows("train", 8), short_rows("eval", 3)
         (root / "text").mkdir()
-        write_data(root / "text", self.train, self.held_out, {})
+        card = write_data(root / "text", self.train, self.held_out, {})
+        self.source = DataSource(card["fingerprint"], len(self.train))
         self.done: dict[str, Ran] = {}
 
     def config(self, phase: str, *overrides: str) -> Config:
@@ -113,12 +115,12 @@ class Chain:
 
 
 def short_rows(split: str, count: int) -> list[TextRow]:
-    """Beginnings of the tasks' solutions: the oracle's time grows with the square of the length."""
+    """Ends of the tasks' prompts and beginnings of their solutions: the oracle runs once a token."""
     rows = [
-        TextRow(r.prompt_ids, r.completion_ids[: 6 + n % 5], "length", r.task, r.answer)
+        TextRow(r.prompt_ids[-7:], r.completion_ids[: 6 + n % 5], "length", r.task, r.answer)
         for n, r in enumerate(task_rows(split, 20 * count))
     ]
-    found = [row for row in dict.fromkeys(rows) if len(row.prompt_ids) <= 18][:count]
+    found = list(dict.fromkeys(rows))[:count]
     assert len(found) == count
     return found
 
