@@ -1,8 +1,7 @@
 """Breaks the code on purpose, one change at a time, and says whether the tests that should notice do.
 
     python scripts/mutants.py                          # all rows of tests/mutants.yaml, each in a scratch copy of the tree
-    python scripts/mutants.py --only rollouts-native --only joint-heads-at-full-rate
-    python scripts/mutants.py --jobs 2 --json benchmarks/results/mutants/result.json
+    python scripts/mutants.py --only rollouts-native --jobs 2 --json benchmarks/results/mutants/result.json
 
 The tests that a row names must fail with its change, and must pass without any. Exit code 1 when a change survives.
 """
@@ -20,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +29,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests" / "mutants.yaml"
-FOUND = "pytest.out"
+OUTPUT = "pytest.out"
 PRELOADED = ("torch", "transformers.generation", "peft", "accelerate.utils", "datasets", "hydra", "safetensors.torch")
 
 
@@ -59,10 +57,6 @@ class Mutant:
         return text.replace(self.find, self.replace)
 
 
-Outcome = dict[str, Any]
-"""Of a mutant: name; verdict (killed, survived, or broken: pytest could not run); killed_by, unnoticed_by (tests); seconds."""
-
-
 def read_mutants() -> list[Mutant]:
     """The rows, in their order."""
     return [Mutant(**row) for row in yaml.safe_load(ROWS.read_text(encoding="utf-8"))]
@@ -78,19 +72,14 @@ def copied_tree(target: Path) -> Path:
 
 
 def start_pytest(tree: Path, tests: Iterable[str]) -> int:
-    """A process that runs the tests on the tree's own code, and says in `FOUND` what failed; returns its id.
-
-    It is a copy of this one, in which what takes most of a test's time is imported already: torch and transformers.
-    """
-    pid = os.fork()
-    if pid:
+    """Start a copy of this process, with `PRELOADED` imported, that runs the tests on the tree's own code; returns its id."""
+    if pid := os.fork():
         return pid
     os.chdir(tree)
     os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
     sys.dont_write_bytecode = True  # it is found again by time and size of its source, which a change may leave
-    with Path(FOUND).open("wb") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
+    os.dup2(os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
     code = pytest.main(["-q", "-n0", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests])
     sys.stdout.flush()
     os._exit(int(code))
@@ -98,40 +87,34 @@ def start_pytest(tree: Path, tests: Iterable[str]) -> int:
 
 def failed_in(tree: Path) -> list[str]:
     """Ids of the tests that failed (or whose set-up did) in the last process on the tree."""
-    lines = (line.split(" ") for line in (tree / FOUND).read_text(encoding="utf-8").splitlines())
+    lines = (line.split(" ") for line in (tree / OUTPUT).read_text(encoding="utf-8").splitlines())
     return [line[1] for line in lines if line[0] in ("FAILED", "ERROR") and len(line) > 1]
 
 
-def try_all(mutants: Sequence[Mutant], trees: list[Path]) -> list[Outcome]:
-    """Every mutant on one of the trees, so many at a time; a tree is put back before the next one."""
+def try_all(mutants: Sequence[Mutant], trees: list[Path]) -> list[dict[str, Any]]:
+    """Every mutant on one of the trees, so many at a time; a tree is put back before the next one.
+
+    Returns of each its name, the verdict (killed, survived, or broken: pytest could not run), killed_by and unnoticed_by.
+    """
     waiting, outcomes = list(mutants), []
-    running: dict[int, tuple[Mutant, Path, str, float]] = {}
+    running: dict[int, tuple[Mutant, Path, str]] = {}
     while waiting or running:
         if waiting and trees:
             mutant, tree = waiting.pop(0), trees.pop()
             text = (tree / mutant.file).read_text(encoding="utf-8")
             (tree / mutant.file).write_text(mutant.applied(text), encoding="utf-8")
-            running[start_pytest(tree, mutant.tests)] = mutant, tree, text, time.monotonic()
+            running[start_pytest(tree, mutant.tests)] = mutant, tree, text
             continue
         pid, status = os.wait()
-        mutant, tree, text, began = running.pop(pid)
+        mutant, tree, text = running.pop(pid)
         (tree / mutant.file).write_text(text, encoding="utf-8")
         trees.append(tree)
         failed, code = failed_in(tree), os.waitstatus_to_exitcode(status)
         unnoticed = [test for test in mutant.tests if not any(f"{node}[".startswith(f"{test}[") for node in failed)]
         verdict = "broken" if code not in (0, 1) else "survived" if unnoticed else "killed"
         print(f"{verdict:8} {mutant.name}", *unnoticed, flush=True)
-        facts = {"name": mutant.name, "verdict": verdict, "killed_by": failed, "unnoticed_by": unnoticed}
-        outcomes.append(facts | {"seconds": round(time.monotonic() - began, 1)})
+        outcomes.append({"name": mutant.name, "verdict": verdict, "killed_by": failed, "unnoticed_by": unnoticed})
     return outcomes
-
-
-def check_unchanged(mutants: Sequence[Mutant], tree: Path) -> None:
-    """Exit with a sentence unless the mutants' tests pass without any change."""
-    tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
-    code = os.waitstatus_to_exitcode(os.waitpid(start_pytest(tree, tests), 0)[1])
-    if code:
-        sys.exit(f"error: pytest ends with {code} before any change, fix that first: {', '.join(failed_in(tree))}")
 
 
 def git(*args: str) -> str:
@@ -142,12 +125,12 @@ def git(*args: str) -> str:
 def main() -> int:
     """Try the mutants, print a line for each and the sum; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="NAME", help="this one; may be given several times")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this one; again for more")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     args = parser.parse_args()
     chosen = [mutant for mutant in read_mutants() if not args.only or mutant.name in args.only]
-    if len(chosen) < len({*(args.only or ())}):
+    if len(chosen) < len({*args.only}):
         parser.error(f"--only: {', '.join(args.only)} are not all names of rows in {ROWS.relative_to(ROOT)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unhandled, it would leave the copies behind
     commit = git("rev-parse", "HEAD") + "-dirty" * bool(git("status", "--porcelain"))
@@ -155,15 +138,17 @@ def main() -> int:
         importlib.import_module(module)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = [copied_tree(Path(folder) / str(number)) for number in range(args.jobs)]
-        check_unchanged(chosen, trees[0])
+        _, status = os.waitpid(start_pytest(trees[0], dict.fromkeys(t for m in chosen for t in m.tests)), 0)
+        if status:
+            sys.exit(f"error: the tests fail before any change, mend that first: {', '.join(failed_in(trees[0]))}")
         outcomes = try_all(chosen, trees)
     killed = sum(outcome["verdict"] == "killed" for outcome in outcomes)
     print(f"{killed} of {len(outcomes)} killed")
     if args.json:
-        facts = {"commit": commit, "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"}
-        facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        date, machine = f"{datetime.date.today()}", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+        found = {"commit": commit, "machine": machine, "date": date, "mutants": outcomes}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(facts | {"mutants": outcomes}, indent=1) + "\n")
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(killed < len(outcomes))
 
 

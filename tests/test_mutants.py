@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import queue
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,23 +39,30 @@ def test_a_row_fits_the_code(mutant) -> None:
 
 
 def test_what_is_noticed_is_killed_and_the_tree_is_put_back(tmp_path: Path) -> None:
-    code, test = (
-        "def double(x):\n    return 2 * x\n",
-        "from code_ import double\n\n\ndef test_it():\n    assert double(2) == 4\n",
-    )
-    (tmp_path / "code_.py").write_text(code)
-    (tmp_path / "test_it.py").write_text(test)
-    trees: queue.Queue[Path] = queue.Queue()
-    trees.put(tmp_path)
-    verdicts = {}
-    for replace in ("3 * x", "x + x", "2 *"):
-        mutant = script.Mutant(replace, "code_.py", "2 * x", replace, ["test_it.py::test_it"])
-        outcome = script.tried(mutant, trees)
-        verdicts[replace] = outcome["verdict"], outcome["killed_by"], outcome["unnoticed_by"]
-        assert (tmp_path / "code_.py").read_text() == code
-    assert verdicts["3 * x"] == ("killed", ["test_it.py::test_it"], [])
-    assert verdicts["x + x"] == ("survived", [], ["test_it.py::test_it"])
-    assert verdicts["2 *"][0] == "broken"  # a syntax error says nothing of the tests
+    code = "def double(x):\n    return 2 * x\n"
+    test = "from double import double\n\n\ndef test_it():\n    assert double(2) == 4\n"
+    for tree in ("a", "b"):
+        (tmp_path / tree).mkdir()
+        (tmp_path / tree / "double.py").write_text(code)
+        (tmp_path / tree / "test_it.py").write_text(test)
+    tries = """
+import json, pathlib, sys
+sys.path.insert(1, sys.argv[1])
+import mutants
+rows = [mutants.Mutant(new, "double.py", "2 * x", new, ["test_it.py::test_it"]) for new in ("3 * x", "x + x", "2 *")]
+json.dump(mutants.try_all(rows, [pathlib.Path("a").resolve(), pathlib.Path("b").resolve()]), open("found.json", "w"))
+"""  # a process of its own: the script forks
+    subprocess.run([sys.executable, "-c", tries, str(ROOT / "scripts")], cwd=tmp_path, check=True)
+    found = {row["name"]: row for row in json.loads((tmp_path / "found.json").read_text())}
+    test_id = ["test_it.py::test_it"]
+    for name, verdict, killed_by in (
+        ("3 * x", "killed", test_id),
+        ("x + x", "survived", []),
+        ("2 *", "broken", ["test_it.py"]),
+    ):
+        assert (found[name]["verdict"], found[name]["killed_by"]) == (verdict, killed_by)
+        assert found[name]["unnoticed_by"] == ([] if verdict == "killed" else test_id)
+    assert {(tmp_path / tree / "double.py").read_text() for tree in ("a", "b")} == {code}
 
 
 @pytest.mark.parametrize("find", ["lambda", "a"])
