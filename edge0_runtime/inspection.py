@@ -111,7 +111,8 @@ def inspection_text(data: Mapping[str, Any]) -> str:
 
 def _base(checkpoint: Checkpoint, identity: BaseIdentity, tier: Tier | None) -> dict[str, Any]:
     sizes = {name: entry.end - entry.start for name, (_, entry) in checkpoint.entries.items()}
-    quantization = checkpoint.config.get("quantization") or {}
+    stated = checkpoint.config.get("quantization")
+    quantization = stated if isinstance(stated, dict) else {}
     overrides = [name for name, value in quantization.items() if isinstance(value, Mapping)]
     data = {
         "model_type": checkpoint.config.get("model_type"),

@@ -48,6 +48,8 @@ def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module
 
     try:
         network: nn.Module = load_model(directory, lazy=True, get_model_classes=classes)[0]
+        # A pass that is built and never computed: fields that no shape of a parameter depends on are first used in it.
+        network(mx.zeros((1, 2), mx.int32))
     except Exception as error:  # whatever a field of config.json that no tier knows makes of it
         raise Edge0Error(
             f"{directory}: mlx-lm can't load this checkpoint: {type(error).__name__}: {one_line(error)};"

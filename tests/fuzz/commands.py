@@ -21,11 +21,13 @@ class Command:
         program: `module:function`, called with the arguments in a process of its own; returns the exit code.
         arguments: `{tree}` stands for the directory.
         tree: writes an undamaged one; commands with the same tree are run on the same damaged one.
+        plain: what it prints has no control characters; a model's own text may.
     """
 
     program: str
     arguments: str
     tree: Callable[[Path], None]
+    plain: bool = True
 
 
 def model_directory(directory: Path) -> None:
@@ -43,9 +45,14 @@ COMMANDS = (
     Command(RUNTIME, "inspect {tree} --json", model_directory),
     Command(RUNTIME, "tiers {tree}/tier.yaml", model_directory),
     Command(RUNTIME, "doctor {tree} --read-mib 0.01", model_directory),
-    Command(RUNTIME, "generate {tree} --prompt 12+34= --max-tokens 2", model_directory),
-    Command(RUNTIME, "generate {tree} --no-prerouter --no-lora --prompt-ids 5,6 --max-tokens 2", model_directory),
-    Command(RUNTIME, "chat {tree} --prompt 12+34= --max-tokens 2", model_directory),
+    Command(RUNTIME, "generate {tree} --prompt 12+34= --max-tokens 2", model_directory, plain=False),
+    Command(
+        RUNTIME,
+        "generate {tree} --no-prerouter --no-lora --prompt-ids 5,6 --max-tokens 2",
+        model_directory,
+        plain=False,
+    ),
+    Command(RUNTIME, "chat {tree} --prompt 12+34= --max-tokens 2", model_directory, plain=False),
     Command(RUNTIME, "verify {tree}", model_directory),
     Command(RUNTIME, "bench {tree} --prompt 12+34= --max-tokens 2", model_directory),
     Command(RUNTIME, "serve {tree} --port 0", model_directory),

@@ -67,7 +67,8 @@ def problems(worker: Worker, command: Command, tree: Path) -> list[str]:
         found.append(f"exit code 2 without a sentence: {sentence[-1500:]}")
     if "Traceback" in sentence:
         found.append(f"a traceback: {sentence[-1500:]}")
-    if strange := {character for character in sentence if not (character.isprintable() or character == "\n")}:
+    plain = result["out"] if command.plain else ""
+    if strange := {character for character in sentence + plain if not (character.isprintable() or character == "\n")}:
         found.append(f"control characters on a terminal: {strange}")
     if result["seconds"] > CPU_S:
         found.append(f"{result['seconds']:.0f} s")
