@@ -103,7 +103,7 @@ class Engine:
         checkpoint = Checkpoint.open(model_dir)
         check_library_files(checkpoint.directory)
         defaults = Defaults.of_model(checkpoint.directory)
-        tokenizer = load_tokenizer(checkpoint.directory)
+        tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config)
         eos_ids = end_tokens(checkpoint, tokenizer)
         model = load_model(
             checkpoint,
