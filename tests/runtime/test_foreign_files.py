@@ -70,6 +70,15 @@ def test_a_field_that_is_used_is_checked_when_loading(own_dir, refusal, name, fi
     assert words in sentence and str(own_dir) in sentence
 
 
+@pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"])
+def test_more_special_tokens_than_any_tokenizer_has_are_refused(own_dir, refusal, name):
+    tokens = (
+        {str(n): {"content": f"<|{n}|>"} for n in range(10_001)} if name.endswith("decoder") else list(range(10_001))
+    )
+    change(own_dir / "tokenizer_config.json", **{name: tokens})
+    assert f"{own_dir / 'tokenizer_config.json'}: '{name}': 10,001 entries, more than 10,000" in refusal()
+
+
 def test_two_billion_layers_are_refused_and_never_made(own_dir, refusal):
     """transformers makes a list of as many kinds of layers to find out a tokenizer's class, and as many labels."""
     config = json.loads((own_dir / "config.json").read_text())
