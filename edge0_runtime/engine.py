@@ -100,10 +100,10 @@ class Engine:
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
-        checkpoint = Checkpoint.open(model_dir)
+        checkpoint = Checkpoint.open(Path(model_dir))
         check_library_files(checkpoint.directory)
         defaults = Defaults.of_model(checkpoint.directory)
-        tokenizer = load_tokenizer(checkpoint.directory)
+        tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config)
         eos_ids = end_tokens(checkpoint, tokenizer)
         model = load_model(
             checkpoint,

@@ -48,11 +48,14 @@ with postponed("torch", "wandb"):
     from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.utils import load_model
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers.utils import logging as transformers_logging
 
 __all__ = [
+    "CONFIG_MAPPING",
     "AutoTokenizer",
     "LoRALinear",
+    "PreTrainedConfig",
     "PreTrainedTokenizerBase",
     "QuantizedSwitchLinear",
     "SwitchGLU",
@@ -62,4 +65,5 @@ __all__ = [
     "load_model",
     "make_prompt_cache",
     "postponed",
+    "transformers_logging",
 ]

@@ -17,7 +17,7 @@ from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import one_line, raise_problems
 from edge0_runtime.contract.model_files import COPY, end_ids, end_problems, read_generation_config
-from edge0_runtime.libraries import AutoTokenizer
+from edge0_runtime.libraries import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 if TYPE_CHECKING:
     from edge0_runtime.libraries import PreTrainedTokenizerBase
@@ -27,15 +27,18 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a c
 MAX_PENDING = 3  # a UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the last one
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """A model directory's tokenizer, as training has it; code in the directory is never run.
 
-    Its files are to be checked before (`check_library_files`). Raises Edge0Error where the library can't make a tokenizer of
-    them, or where the chat template fails on one question.
+    Its files are to be checked before (`check_library_files`); `config` is what config.json holds. Raises Edge0Error where the
+    library can't make a tokenizer of them, or where the chat template fails on one question.
     """
+    known = _configuration(directory, config)
     try:
         # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), config=known, local_files_only=True, trust_remote_code=False
+        )
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tokenizers' Rust part
             raise
@@ -48,6 +51,20 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         except Edge0Error as error:
             raise Edge0Error(f"{directory}: {error}") from error
     return tokenizer
+
+
+def _configuration(directory: Path, config: Mapping[str, Any]) -> PreTrainedConfig:
+    """All of config.json that decides which class a tokenizer has.
+
+    Left alone, transformers makes the model's whole configuration, and of two billion layers or labels that takes all memory.
+    """
+    kind = config.get("model_type")
+    known = CONFIG_MAPPING[kind]() if isinstance(kind, str) and kind in CONFIG_MAPPING else PreTrainedConfig()
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if isinstance(config.get(name), str):
+            setattr(known, name, config[name])
+    known._name_or_path = str(directory)
+    return known
 
 
 class _RefusedError(Edge0Error):

@@ -43,7 +43,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def load_engine(args: argparse.Namespace) -> Engine:
     """The engine that the arguments ask for."""
     from edge0_runtime.engine import Engine
+    from edge0_runtime.libraries import transformers_logging
 
+    # What it says may quote the directory's files: through our handler, which escapes.
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
     return Engine.load(
         args.model_dir,
         prerouter=args.prerouter,

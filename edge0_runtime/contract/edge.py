@@ -128,6 +128,6 @@ def unexpected(error: BaseException) -> str:
 def _told(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     with contextlib.suppress(OSError, ValueError):  # stderr may be gone
         if debug:
-            traceback.print_exception(error)
+            print(printable("".join(traceback.format_exception(error)), lines=1000), file=sys.stderr)
         print(printable(sentence), file=sys.stderr, flush=True)
     return code

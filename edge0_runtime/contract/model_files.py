@@ -36,6 +36,9 @@ OBJECTS = (
     "vocab.json",
 )
 """JSON objects that the libraries parse."""
+LISTING_TOKENS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+MAX_ADDED_TOKENS = 10_000
+"""In a list of them: transformers' time is quadratic in their number; the longest published lists have 6,400."""
 OPENED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 """What the libraries may open beside the weights: by their own download lists, and a tokenizer of several templates."""
 HOTTEST = 1e30
@@ -80,7 +83,9 @@ def check_library_files(directory: Path) -> None:
     for path in sorted({path for pattern in OPENED for path in directory.glob(pattern)}):
         try:
             if path.name in OBJECTS:
-                read_optional(path)
+                fields = read_optional(path)
+                if path.name in LISTING_TOKENS:
+                    problems += _too_many_tokens(path, fields)
             elif path.suffix == ".jinja":
                 read_text(path)
             else:
@@ -126,6 +131,15 @@ def end_problems(config: Mapping[str, Any]) -> list[str]:
     if all(type(one) is int and one >= 0 for one in ids):
         return []
     return [f"eos_token_id: {shown(value)} must be a token id or a list of them"]
+
+
+def _too_many_tokens(path: Path, fields: Mapping[str, Any]) -> list[str]:
+    lists = {name: value for name, value in fields.items() if isinstance(value, (list, dict))} | {"all of it": fields}
+    return [
+        f"{path}: {shown(name)}: {len(value):,} entries, more than {MAX_ADDED_TOKENS:,}; {COPY}"
+        for name, value in lists.items()
+        if len(value) > MAX_ADDED_TOKENS
+    ]
 
 
 def _check_size(path: Path) -> None:

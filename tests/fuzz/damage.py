@@ -165,10 +165,11 @@ def _replace(document: Any, at: int, value: Any) -> Any:
     places = list(_places(document))
     if not places:
         return None if value is _NOTHING else value
-    holder, key = places[at % len(places)]
-    if isinstance(holder[key], str) and holder[key][:1] in "{[" and at % 3:  # a document in a string: the contract
+    rest, place = divmod(at, len(places))
+    holder, key = places[place]
+    if isinstance(holder[key], str) and holder[key][:1] in "{[" and rest % 4:  # a document in a string: the contract
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.dumps(_replace(json.loads(holder[key]), at // 3, value))
+            value = json.dumps(_replace(json.loads(holder[key]), rest // 4, value))
     if value is _NOTHING:
         del holder[key]
     else:

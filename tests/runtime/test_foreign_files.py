@@ -70,6 +70,30 @@ def test_a_field_that_is_used_is_checked_when_loading(own_dir, refusal, name, fi
     assert words in sentence and str(own_dir) in sentence
 
 
+@pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"])
+def test_more_special_tokens_than_any_tokenizer_has_are_refused(own_dir, refusal, name):
+    tokens = (
+        {str(n): {"content": f"<|{n}|>"} for n in range(10_001)} if name.endswith("decoder") else list(range(10_001))
+    )
+    change(own_dir / "tokenizer_config.json", **{name: tokens})
+    assert f"{own_dir / 'tokenizer_config.json'}: '{name}': 10,001 entries, more than 10,000" in refusal()
+
+
+def test_two_billion_layers_are_refused_and_never_made(own_dir, refusal):
+    """transformers makes a list of as many kinds of layers to find out a tokenizer's class, and as many labels."""
+    config = json.loads((own_dir / "config.json").read_text())
+    change(own_dir / "config.json", num_labels=2**31, text_config=config["text_config"] | {"num_hidden_layers": 2**31})
+    assert "num_hidden_layers: tier tiny has 4, config.json has 2147483648" in refusal()
+
+
+@pytest.mark.parametrize("fields", [{"rope_theta": None}, {"partial_rotary_factor": 7}])
+def test_a_field_that_only_a_pass_uses_is_refused_before_one(own_dir, refusal, fields):
+    config = json.loads((own_dir / "config.json").read_text())
+    text = config["text_config"]
+    change(own_dir / "config.json", text_config=text | {"rope_parameters": text["rope_parameters"] | fields})
+    assert "mlx-lm can't load this checkpoint" in refusal()
+
+
 def test_an_infinite_number_is_no_temperature(own_dir, refusal):
     (own_dir / "generation_config.json").write_text('{"temperature": 1e400}')
     assert "temperature: inf must be" in refusal()

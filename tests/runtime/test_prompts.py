@@ -13,7 +13,7 @@ from edge0_runtime.contract.prompts import chat_ids, control_texts, text_ids
 from edge0_runtime.text import load_tokenizer
 from tests.runtime.conftest import NANO_ASSETS
 
-TOKENIZER = load_tokenizer(NANO_ASSETS)
+TOKENIZER = load_tokenizer(NANO_ASSETS, {"model_type": "qwen3_5_moe"})
 START, END = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 CONTROL = set(TOKENIZER.convert_tokens_to_ids(list(control_texts(TOKENIZER))))
 

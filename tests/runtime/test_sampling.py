@@ -22,9 +22,12 @@ def logits() -> mx.array:
     return values
 
 
-def drawn(**changes: float) -> set[int]:
+def drawn(logits_V: mx.array | None = None, **changes: float) -> set[int]:
     sample = make_sampler(**{**OFF, **changes}, seed=1, vocab_size=VOCABULARY)  # type: ignore[arg-type]
-    return {sample(logits()).item() for _ in range(24)}
+    return {sample(logits() if logits_V is None else logits_V).item() for _ in range(24)}
+
+
+FLAT = mx.arange(VOCABULARY) / VOCABULARY  # no token is likely, the last one a little more than the others
 
 
 TINY = (5e-324, 1e-320, 1e-300, 1e-46, 1e-45, 1e-39, 1e-38, 1.2e-38, 1e-37, 1e-36, 1e-20, 1e-9)
@@ -33,11 +36,13 @@ TINY = (5e-324, 1e-320, 1e-300, 1e-46, 1e-45, 1e-39, 1e-38, 1.2e-38, 1e-37, 1e-3
 @pytest.mark.parametrize("temperature", [0.0, *TINY])
 def test_a_temperature_that_goes_to_zero_takes_the_most_likely_token(temperature):
     assert drawn(temperature=temperature) == {LIKELY[0]}
+    assert drawn(FLAT, temperature=temperature) == {VOCABULARY - 1}
 
 
 @pytest.mark.parametrize("top_p", [*TINY, 1e-6, 1e-3, 0.5])
 def test_a_top_p_that_goes_to_zero_takes_the_most_likely_token(top_p):
     assert drawn(top_p=top_p) == {LIKELY[0]}
+    assert drawn(FLAT, top_p=min(top_p, 1e-4)) == {VOCABULARY - 1}
 
 
 @pytest.mark.parametrize(
