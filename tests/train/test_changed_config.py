@@ -14,6 +14,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import input_path, read_input
 from edge0_train.build import build_student, input_identity
 from edge0_train.config import Config
+from edge0_train.config.fields import all_settings
 from edge0_train.phases.export import export
 from edge0_train.run import open_run
 from tests.random_adapters import write_adapters
@@ -41,6 +42,8 @@ def test_training_on_refuses_it_by_name_and_offers_no_flag_that_it_lacks(edited)
         build_student(edited, prerouter=heads_of(edited), new_lora=True)
     assert "rope_parameters.rope_theta was 10000.0 in its config.json and is 100000.0" in str(error.value)
     assert "--allow-mismatch" not in str(error.value)
+    for setting in ("base.directory", "inputs.prerouter", "inputs.lora"):
+        assert setting in str(error.value) and setting in all_settings()
 
 
 def test_a_resumed_run_names_it(make_config, edited):
@@ -114,3 +117,17 @@ def test_an_export_beside_an_edited_config_changes_nothing(make_config, edited, 
     with pytest.raises(Edge0Error, match=r"export\.directory: .*\n.*rope_theta was 10000\.0 .* and is 100000\.0"):
         export(config, open_run(config))
     assert sorted(path.name for path in target.iterdir()) == before
+
+
+def test_an_export_says_what_the_public_runtime_would_do_with_base_and_adapters(make_config, tmp_path, capsys):
+    lora = write_lora(make_config("export"), tmp_path)
+    heads = Path(lora).parent / "prerouter_edge0_nano.safetensors"
+    overrides = (f"export.directory={tmp_path / 'out'}", f"inputs.lora={lora}", f"inputs.prerouter={heads}")
+    config = make_config(
+        "export", *overrides, f"run_dir={tmp_path / 'run'}", "export.trace_prompts=1", "export.trace_tokens=2"
+    )
+    said = export(config, open_run(config))["upstream"]
+    assert any("tie_word_embeddings" in reason for reason in said["base"])
+    assert all(any("it opens" in reason for reason in said[kind]) for kind in ("prerouter", "lora"))
+    printed = capsys.readouterr().out
+    assert all(f"  {part}: not loadable upstream: " in printed for part in ("base", "prerouter", "lora"))

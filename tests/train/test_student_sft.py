@@ -67,6 +67,7 @@ def test_the_run_directory_says_what_went_in_and_what_came_out(sft_config):
     info = base_info(config)
     assert inputs["base"] == {
         "fingerprint": info.fingerprint, "tokenizer_sha256": info.tokenizer_hash, "template_sha256": info.template_hash,
+        "config": info.identity.config,
     }  # fmt: skip
     assert inputs["text"] == {"fingerprint": read_card(config.text.rows)["fingerprint"], "teacher": None}
     assert inputs["prerouter"] == sha256_file(input_path(config, "prerouter")) and inputs["lora"] is None
