@@ -66,6 +66,5 @@ def test_tokens_and_experts_of_every_layer_and_step_are_the_torch_students(model
         engine.prefill_chunk = CHUNK
         report = verify(engine, trace)
         assert engine.model.tier.consumers == tuple(range(7, 39)) and engine.model.tier.owners[-1] == 38
-    print([prompt.judged_rows for prompt in report.prompts])
     assert report.ok and report.dropped == 0, report.problems()
     assert all(prompt.judged_rows > 2 for prompt in report.prompts), "a near-tie before the first prediction"
