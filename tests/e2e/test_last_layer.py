@@ -18,9 +18,17 @@ def test_a_tier_that_predicts_its_last_layer_is_trained_and_served(
     """A chain on the same base and text, whose heads no tier of the other shape takes."""
     where, model = (f"root={chain_to('teacher_text')}", TO_THE_END), tmp_path / "model"
     heads, lora = (f"inputs.{kind}={tmp_path / kind}" for kind in ("prerouter", "lora"))
-    distilled = train("phase=head_distill", *where, f"run_dir={tmp_path / 'prerouter'}", *phase_settings("head_distill"))
+    distilled = train(
+        "phase=head_distill", *where, f"run_dir={tmp_path / 'prerouter'}", *phase_settings("head_distill")
+    )
     assert "layers 2..7 predicted" in distilled.stdout
-    sft = ("phase=student_sft", heads, f"run_dir={tmp_path / 'lora'}", *phase_settings("student_sft"), "heads.joint_lr=0")
+    sft = (
+        "phase=student_sft",
+        heads,
+        f"run_dir={tmp_path / 'lora'}",
+        *phase_settings("student_sft"),
+        "heads.joint_lr=0",
+    )
     other = train(where[0], *sft, check=False)
     assert other.returncode and "inputs.prerouter" in other.stderr and not (tmp_path / "lora").exists()
     train(*where, *sft, "optim.steps=2")
