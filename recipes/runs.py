@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ from edge0_train.adapters import read_input
 from edge0_train.cli import run_phase
 from edge0_train.config import Config, configure
 from edge0_train.run import read_summary
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """`--set a.b=c ...`: settings of every run, on top of the recipe's."""
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="A.B=C", help="settings of every run, e.g. tier.consumers.last=7"
+    )
 
 
 def configure_run(phase: str, directory: Path, *overrides: str) -> Config:

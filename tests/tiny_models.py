@@ -40,6 +40,17 @@ ARCHITECTURE: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
+ARCHITECTURE_35B = ARCHITECTURE | {
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""The 35b's layers, experts and mixers at a tiny width: 130 M parameters."""
+
 
 def tiny_tier(**overrides: Any) -> Tier:
     """A tier for `tiny_qwen3_5_moe`: overrides are fields of the tier, or of its architecture."""
@@ -62,7 +73,7 @@ def tiny_tier(**overrides: Any) -> Tier:
     return Tier.from_dict(data | fields | {"architecture": ARCHITECTURE | numbers})
 
 
-def tiny_qwen3_5_moe(directory: Path | str, seed: int = 0, **overrides: Any) -> Path:
+def tiny_qwen3_5_moe(directory: Path | str, seed: int = 0, branch_gain: float = 1.0, **overrides: Any) -> Path:
     """Write a random Qwen3.5-MoE and a small chat tokenizer: a transformers directory that mlx-lm reads too.
 
     Nested config, fused experts below `model.language_model.`, lm_head if not tied. Norms, A_log and all
@@ -70,6 +81,7 @@ def tiny_qwen3_5_moe(directory: Path | str, seed: int = 0, **overrides: Any) -> 
 
     Args:
         seed: of the weights; the global random state is left as it was.
+        branch_gain: on what mixers and experts add to the residual stream; smaller where many layers would amplify float error.
         overrides: fields of the text config; `dtype="float32"` stores float32 instead of bfloat16.
     """
     directory = Path(directory)
@@ -117,7 +129,8 @@ def tiny_qwen3_5_moe(directory: Path | str, seed: int = 0, **overrides: Any) -> 
         elif name.endswith(("norm.weight", "A_log")):
             values = 0.3 * values
         elif parameter.ndim > 1:
-            values = values / parameter.shape[-1] ** 0.5
+            gain = branch_gain if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")) else 1.0
+            values = gain * values / parameter.shape[-1] ** 0.5
         disk_name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
         tensors[disk_name] = values.to(dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

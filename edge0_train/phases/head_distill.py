@@ -8,7 +8,7 @@ layer's router applied to this layer's hidden state, and must end better than ev
 
 Settings: text.rows (phase=teacher_text's directory), text.pack_length, optim.*, heads.loss. No adapter goes in.
 Expected on nano, seed 0, 600 steps of 12 rows (46 s of one core): held-out recall@4 .156 -> .563; without a LoRA the student that
-these heads route has KL .200 to the teacher and exact match .163.
+these heads route has KL .056 to the teacher and exact match .713.
 """
 
 from __future__ import annotations

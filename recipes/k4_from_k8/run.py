@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.report import table
 from edge0_train.run import write_jsonl, write_text
-from recipes.runs import finished, run_once
+from recipes.runs import add_settings, finished, run_once
 
 STEPS = {"head_distill": 400, "student_sft": 120}
 SHARED = ("quantize", "teacher_text")
@@ -83,7 +83,7 @@ def run(out: Path, root: Path, phase: str, overrides: list[str], arguments: argp
     if arguments.rows:
         common += [f"sample.eval_prompts={arguments.rows}"]
         common += [f"sample.prompts={16 * arguments.rows}"] * (phase == "teacher_text")
-    run_once(phase, root / phase, *common, *steps, *overrides)
+    run_once(phase, root / phase, *common, *steps, *overrides, *arguments.set)
 
 
 def row(root: Path, arm: Arm) -> dict[str, Any]:
@@ -122,6 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=float, default=1.0, metavar="FACTOR", help=f"on {STEPS}")
     parser.add_argument("--rows", type=int, default=0, metavar="N", help="held-out prompts, and 16 N to train on")
     parser.add_argument("--out", type=Path, default=Path("runs/k4_from_k8"))
+    add_settings(parser)
     return parser.parse_args()
 
 

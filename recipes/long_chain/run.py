@@ -35,7 +35,7 @@ from edge0_train.measure.quality import greedy_answers, token_scores
 from edge0_train.report import table
 from edge0_train.run import write_json
 from edge0_train.student import PrerouterHeads
-from recipes.runs import adapter_of, configure_run, finished, run_once
+from recipes.runs import adapter_of, add_settings, configure_run, finished, run_once
 
 PHASES: dict[str, tuple[str, ...]] = {
     "quantize": (),
@@ -74,13 +74,13 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     for seed in [] if arguments.report else arguments.seeds:
-        run_seed(arguments.out.resolve() / f"seed{seed}", seed)
+        run_seed(arguments.out.resolve() / f"seed{seed}", seed, arguments.set)
     print(report(arguments.out))
 
 
-def run_seed(root: Path, seed: int) -> None:
-    """All phases, the controls, the measurement."""
-    common = ("experiment=long_chain", f"seed={seed}", f"root={root}")
+def run_seed(root: Path, seed: int, settings: Sequence[str] = ()) -> None:
+    """All phases, the controls, the measurement; `settings` are every run's."""
+    common = ("experiment=long_chain", f"seed={seed}", f"root={root}", *settings)
 
     def run(phase: str, name: str, *overrides: str) -> None:
         run_once(phase, root / name, *common, *overrides)
@@ -234,6 +234,7 @@ def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, default=Path("runs/long_chain"))
     parser.add_argument("--report", action="store_true", help="no training: the table of what is there")
+    add_settings(parser)
     return parser.parse_args(argv)
 
 

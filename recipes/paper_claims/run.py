@@ -42,18 +42,19 @@ from edge0_train.report import table
 from edge0_train.run import open_run, read_summary, write_json, write_jsonl, write_text
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, Arm, Budget, needed, nodes
 from recipes.paper_claims.claims import CLAIMS, Rows, judge, spread
-from recipes.runs import adapter_of, configure_run
+from recipes.runs import adapter_of, add_settings, configure_run
 
 COLUMNS = ("loss", "kl", "reverse_kl", "exact_match", "add", "multiply", "reverse", "word", "recall", "repetition")
 
 
 @dataclass
 class Place:
-    """Where one seed's runs lie, and its models once they are loaded."""
+    """Where one seed's runs lie, and its models once they are loaded; `settings` are every run's."""
 
     out: Path
     seed: int
     budget: Budget
+    settings: Sequence[str] = ()
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -71,7 +72,7 @@ class Place:
             "threads=1",
         )
         where = self.out if phase == "quantize" else self.directory
-        return configure_run(phase, where / run, *common, *overrides)
+        return configure_run(phase, where / run, *common, *overrides, *self.settings)
 
     @functools.cached_property
     def bench(self) -> Bench:
@@ -86,7 +87,7 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     budget = QUICK if arguments.quick else FULL
-    places = [Place(arguments.out.resolve(), seed, budget) for seed in arguments.seeds]
+    places = [Place(arguments.out.resolve(), seed, budget, arguments.set) for seed in arguments.seeds]
     if not arguments.report:
         # Arms outside, seeds inside: stopped half-way, the first arms have all their seeds.
         for name in arguments.only or ARMS:
@@ -280,6 +281,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke test's budget; use another --out than a real run")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/paper_claims"))
+    add_settings(parser)
     return parser.parse_args()
 
 

@@ -50,3 +50,9 @@ def test_arms_share_base_and_text_and_have_their_own_tier(ran, tmp_path, capsys)
     assert (tmp_path / "table.txt").read_text().strip() in capsys.readouterr().out
     recipe.main()
     assert len(ran) == 10, "what is done is not done again"
+
+
+def test_settings_are_every_runs(ran, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--set", "tier.consumers.last=7", "optim.lr=1e-4"])
+    recipe.main()
+    assert {(c.tier.consumers[-1], c.optim.lr) for c in ran} == {(7, 1e-4)}

@@ -9,6 +9,7 @@ from edge0_train.config import configure
 from edge0_train.data.chat import Chat
 from edge0_train.data.prompts import load_prompts
 from edge0_train.data.tasks import problems
+from recipes.long_chain import run as long_chain
 from recipes.long_chain.run import first_error
 from recipes.nano.table import mean_rows, read_results, show
 
@@ -46,6 +47,17 @@ def test_a_wrong_or_missing_answer_after_right_steps_is_one_step_more(chain):
 def test_a_prompt_without_a_chain_is_refused():
     with pytest.raises(ValueError, match="is not a chain"):
         first_error("Add 3 and 4.", "")
+
+
+def test_settings_of_the_command_are_every_runs(tmp_path, monkeypatch):
+    given: list[tuple[str, ...]] = []
+    monkeypatch.setattr(long_chain, "run_once", lambda phase, directory, *settings: given.append(settings))
+    monkeypatch.setattr(long_chain, "finished", lambda directory: {"seconds": 1.0})
+    monkeypatch.setattr(long_chain, "configure_run", lambda phase, directory, *settings: given.append(settings))
+    monkeypatch.setattr(long_chain, "measure_seed", lambda config, root, seed: None)
+    arguments = long_chain._arguments(["--set", "tier.consumers.last=7"])
+    long_chain.run_seed(tmp_path, 0, arguments.set)
+    assert len(given) == 11 and all("tier.consumers.last=7" in settings for settings in given)
 
 
 def rows(kl: float) -> list[dict[str, object]]:

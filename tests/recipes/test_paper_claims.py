@@ -51,6 +51,11 @@ def test_every_run_composes_and_starts_from_runs_before_it(budget, tmp_path):
         done.add(name)
 
 
+def test_settings_are_every_runs(tmp_path):
+    place = recipe.Place(tmp_path, 0, FULL, ["tier.consumers.last=7"])
+    assert {place.configure(name, node.phase).tier.consumers[-1] for name, node in nodes(FULL).items()} == {7}
+
+
 def test_every_arm_rests_on_known_runs():
     for arm in ARMS.values():
         assert {arm.heads, arm.lora} - {""} <= set(needed(arm, QUICK))

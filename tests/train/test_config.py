@@ -152,7 +152,7 @@ def test_a_config_cannot_be_changed():
         (["optim.schedule=linear"], ["optim.schedule", "'linear'", "cosine"]),
         (["heads.loss=mse"], ["heads.loss", "'mse'", "kl, bce"]),
         (["logger.wandb=yes"], ["logger.wandb"]),
-        (["tier.owners.last=5"], ["tier.consumers", "7"]),
+        (["tier.owners.last=4"], ["tier.consumers", "6"]),
         (["tier.owners.first=-1"], ["tier.owners", "-1"]),
         (["tier.lora.targets=[mlp.gate]"], ["tier.lora.targets", "mlp.gate"]),
         (["tier.family=llama"], ["family", "'llama'"]),

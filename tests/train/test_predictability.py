@@ -132,7 +132,7 @@ def test_the_value_is_the_plain_kl_over_consumers_and_predicted_inputs(make_conf
 
 
 def test_the_gradient_reaches_lora_and_joint_heads_and_is_the_slope(make_config):
-    """Through the consumers' routers and through the heads' features: all LoRA before the last router, all heads that route."""
+    """Through the consumers' routers and through the heads' features: all LoRA before the last one of them, all heads that route."""
     config, path = make_path(make_config)
     batch = collate(task_rows("train", 1), 0)
     frozen = gradients(lora_parameters(path), divergence(path, batch))
@@ -142,7 +142,8 @@ def test_the_gradient_reaches_lora_and_joint_heads_and_is_the_slope(make_config)
     for name, value in frozen.items():  # heads that train along change nothing for the LoRA
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     silent = {name for name in parameters if name not in found or not bool(found[name].abs().sum() > 0)}
-    assert silent == {name for name in parameters if "layers.7.mlp.shared_expert" in name}
+    behind = ("layers.6.mlp.shared_expert", "layers.7.")
+    assert silent == {name for name in parameters if any(part in name for part in behind)}
     # Central differences uphill. Routed sets are constants of the gradient: the step is so small that none changes.
     random = torch.Generator().manual_seed(7)
     direction = {name: grad * torch.rand(grad.shape, generator=random) for name, grad in found.items()}
