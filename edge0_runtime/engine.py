@@ -73,6 +73,7 @@ class Engine:
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
         tier_name: str | None = None,
+        float32: bool = False,
     ) -> Engine:
         """Load a model directory.
 
@@ -86,6 +87,7 @@ class Engine:
             io_threads: threads that read experts.
             allow_mismatch: serve adapters that name another base or prerouter.
             tier_name: which adapter files, when the directory holds several or none.
+            float32: compute in float32 where the device would in the dtype of the files (`verify`); a CPU always does.
 
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
@@ -100,6 +102,7 @@ class Engine:
             io_threads=io_threads,
             allow_mismatch=allow_mismatch,
             tier_name=tier_name,
+            float32=float32,
         )
         # Said aloud: transformers would otherwise ask on a terminal whether to run code from the directory.
         tokenizer = load_tokenizer(directory, {"trust_remote_code": False})

@@ -79,6 +79,7 @@ def load_model(
     io_threads: int,
     allow_mismatch: bool,
     tier_name: str | None,
+    float32: bool,
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
@@ -101,7 +102,7 @@ def load_model(
     identity = Identity(fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
     store = ExpertStore.open(checkpoint, adapters.tier, fingerprint)
     try:
-        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads)
+        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads, float32 or needs_float32())
     except BaseException:
         store.close()
         raise
@@ -115,10 +116,10 @@ def _load(
     arm: str,
     budget_bytes: int | None,
     io_threads: int,
+    float32: bool,
 ) -> Model:
     tier = adapters.tier
     context_length = _context_length(checkpoint)
-    float32 = needs_float32()
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
     modules = dict(network.named_modules())
     if float32:

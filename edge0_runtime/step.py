@@ -120,7 +120,6 @@ class Step:
             layer: np.array(routing.scores()) for layer, routing in self.routings.items() if routing.scores is not None
         }
 
-
     def own_scores(self) -> dict[int, np.ndarray]:
         """Layer -> [E], what the choices in `own` of the last token were made by; for a pass of one token."""
         return {layer: np.array(scores()) for layer, scores in self.own_by.items() if scores is not None}

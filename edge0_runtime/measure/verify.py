@@ -164,11 +164,12 @@ def verify(
     """Replay `trace` on `engine`.
 
     Args:
-        tolerance: of the logits' relative L2. The default is for float32 on both sides.
+        tolerance: of the logits' relative L2.
         near_tie: a first routing difference with at most this gap is no failure.
 
     Raises:
-        Edge0Error: the trace belongs to another base or to other adapter files than the engine serves.
+        Edge0Error: the trace belongs to another base or to other adapter files than the engine serves; or one of both
+            doesn't compute in float32, where what is judged would drown in rounding.
     """
     _check_same(engine, trace)
     dropped_before = engine.stats()["dropped_experts"]
@@ -182,6 +183,13 @@ def verify(
 
 def _check_same(engine: Engine, trace: ReferenceTrace) -> None:
     model = engine.model
+    if trace.compute_dtype != "float32":
+        raise Edge0Error(
+            f"verify: the trace was computed in {trace.compute_dtype}, where rounding alone routes otherwise; export again with"
+            " this version (phase=export), which computes it in float32"
+        )
+    if not model.fixed.float32:
+        raise Edge0Error("verify: this engine computes in the dtype of its files; load it with float32=True")
     served = {
         "tier": model.tier.name,
         "base_fingerprint": model.identity.fingerprint,

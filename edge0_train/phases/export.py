@@ -10,6 +10,7 @@ Expected on nano (2.4 s): `model/`, which `python -m edge0_runtime verify` finds
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     """Write `export.directory`; an existing one with the same base gets new adapters and nothing else.
 
     The reference traces come from the adapters as they are in the files (F16), so that `edge0_runtime verify` compares what is
-    served with what was exported.
+    served with what was exported. They are computed in float32 whatever `base.dtype` trained in: in bf16 rounding alone routes
+    otherwise every few tokens. Where that is another dtype the base stays packed, which takes no more memory than in training.
     """
     tier, target = config.tier, Path(config.export.directory)
     print_plan(config, {"model": str(target), "inputs": describe_inputs(config)})
@@ -49,8 +51,9 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     missing = [f"inputs.{kind}" for kind, adapter in adapters.items() if adapter is None]
     if missing:
         raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
-    student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
-    trace = reference_trace(config, student)
+    exact = _in_float32(config)
+    student = build_student(exact, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
+    trace = reference_trace(exact, student)
     _place_base(Path(config.base.directory), target, student.base.fingerprint)
     problems: dict[str, list[str]] = {}
     for kind, adapter in adapters.items():
@@ -68,6 +71,12 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         print(f"  {name}: {verdict}")
     print(f"exported to {target}")
     return {"directory": str(target), "sha256": {k: a.sha256 for k, a in adapters.items() if a}, "upstream": problems}
+
+
+def _in_float32(config: Config) -> Config:
+    if config.base.dtype == "float32":
+        return config
+    return dataclasses.replace(config, base=dataclasses.replace(config.base, dtype="float32", storage="packed"))
 
 
 def _place_base(base: Path, target: Path, fingerprint: str) -> None:

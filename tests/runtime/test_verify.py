@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge0_runtime import loading
+from edge0_runtime.cli import main
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, read_trace, write_trace
 from edge0_runtime.engine import Engine
@@ -130,6 +133,29 @@ def test_a_trace_of_other_files_is_refused(tiny_dir: Path, engine: Engine, trace
         verify(engine, dataclasses.replace(trace, base_fingerprint="0" * 64))
     with Engine.load(tiny_dir, lora=False) as other, pytest.raises(Edge0Error, match=r"lora_sha256: trace .*None"):
         verify(other, trace)
+
+
+def test_what_is_not_computed_in_float32_is_no_reference_and_cannot_be_judged(
+    tiny_dir: Path,
+    engine: Engine,
+    trace: ReferenceTrace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else every difference could be rounding. The engine's own dtype gives way: `float32=True` on any device."""
+    with pytest.raises(Edge0Error, match=r"the trace was computed in bfloat16.*export again"):
+        verify(engine, dataclasses.replace(trace, compute_dtype="bfloat16"))
+    monkeypatch.setattr(loading, "needs_float32", lambda: False)  # as on Metal
+    with Engine.load(tiny_dir) as rounding, pytest.raises(Edge0Error, match="load it with float32=True"):
+        verify(rounding, trace)
+    with Engine.load(tiny_dir, float32=True) as same:
+        report = verify(same, trace)
+    assert report.ok and all(prompt.logits_error == 0 for prompt in report.prompts)
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    write_trace(tmp_path / "model" / "verify_edge0_tiny.safetensors", trace)
+    assert main(["verify", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.endswith("PASS\n")
 
 
 def test_requests_that_are_not_isolated_are_noticed(
