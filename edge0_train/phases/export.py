@@ -125,16 +125,19 @@ def prompt_traces(
     """Greedy continuations of `tokens` tokens on the incremental student path, with routed sets and `top` logits per step."""
     tier = path.tier
     layers = tier.layout.moe_layers(tier.architecture)
+    prompt_experts: list[torch.Tensor] = []
     experts: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
     logits: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def observe(record: StepRecord) -> None:
-        last = [record.routing.executed[layer][:, -1].sort(-1).values for layer in layers]
-        experts.append(torch.stack(last, 1))
-        if record.routing.own:  # the first step's heads see the prompt's last position but one as well
-            chosen = [record.routing.own[owner][:, -2 if record.step == 0 else -1 :] for owner in tier.owners]
-            own.append(torch.stack(chosen, 2).sort(-1).values)
+        executed_BTLK = torch.stack([record.routing.executed[layer] for layer in layers], 2).sort(-1).values
+        if record.step == 0:
+            prompt_experts.extend(executed_BTLK)
+        experts.append(executed_BTLK[:, -1])
+        if record.routing.own:
+            chosen_BOK = torch.stack([record.routing.own[owner][:, -1] for owner in tier.owners], 1)
+            own.append(chosen_BOK.sort(-1).values)
         logits.append(tuple(record.logits_BV.topk(top, dim=-1)))  # type: ignore[arg-type]
 
     # end_ids: past the end token too, since the comparison wants length
@@ -142,7 +145,7 @@ def prompt_traces(
     experts_BTLK = torch.stack(experts, 1).cpu().numpy().astype(np.int32)
     values_BTN = torch.stack([values for values, _ in logits], 1).cpu().numpy()
     ids_BTN = torch.stack([ids for _, ids in logits], 1).cpu().numpy().astype(np.int32)
-    own_BSOK = torch.cat(own, 1).cpu().numpy().astype(np.int32) if own else None
+    own_BTOK = torch.stack(own, 1).cpu().numpy().astype(np.int32) if own else None
     return [
         PromptTrace(
             np.array(prompt, np.int32),
@@ -150,7 +153,8 @@ def prompt_traces(
             experts_BTLK[row],
             ids_BTN[row],
             values_BTN[row],
-            None if own_BSOK is None else own_BSOK[row, -(tokens + (len(prompt) > 1)) :],
+            prompt_experts[row][-len(prompt) :].cpu().numpy().astype(np.int32),  # behind the padding
+            None if own_BTOK is None else own_BTOK[row],
         )
         for row, (prompt, done) in enumerate(zip(prompts, completions, strict=True))
     ]

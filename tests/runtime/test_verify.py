@@ -38,24 +38,20 @@ def trace(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> Reference
     return read_trace(path, engine.model.tier)
 
 
-def own_choices(engine: Engine, multi_hot_OE: Any) -> np.ndarray:
-    """[O, K] of the tier's owners, from what their heads see."""
-    assert engine.model.heads is not None
-    seen = dict(zip(engine.model.heads.owners, np.array(multi_hot_OE), strict=True))
-    return np.stack([np.flatnonzero(seen[owner]) for owner in engine.model.tier.owners])
-
-
 def record(engine: Engine, prompts: list[list[int]]) -> ReferenceTrace:
-    """What the engine does, as an export would say it."""
+    """What the engine does, as an export would say it; all in passes of one token."""
     recorded = []
+    assert engine.model.heads is not None
     for prompt in prompts:
-        steps, own = [], []
+        steps, own, before = [], [], []
+        for end in range(1, len(prompt) + 1):
+            before += [step.experts for step in engine.generate(prompt[:end], max_tokens=1, trace=True)]
         for step in engine.generate(prompt, max_tokens=6, ignore_eos=True, trace=True):
             steps.append(step)
-            features = engine.sequence.last.features  # type: ignore[union-attr]
+            features: Any = engine.sequence.last.features  # type: ignore[union-attr]
             if features is not None:
-                own += [own_choices(engine, features.previous)] * (step.index == 0 and len(prompt) > 1)
-                own.append(own_choices(engine, features.routing))
+                seen = dict(zip(engine.model.heads.owners, np.array(features.routing), strict=True))
+                own.append(np.stack([np.flatnonzero(seen[owner]) for owner in engine.model.tier.owners]))
         logits_TV = np.stack([step.logits for step in steps])
         order_TN = np.argsort(-logits_TV, axis=-1, kind="stable")[:, :TOP].astype(np.int32)
         recorded.append(
@@ -65,7 +61,8 @@ def record(engine: Engine, prompts: list[list[int]]) -> ReferenceTrace:
                 experts_TLK=np.stack([step.experts for step in steps]).astype(np.int32),
                 logits_ids_TN=order_TN,
                 logits_values_TN=np.take_along_axis(logits_TV, order_TN, axis=-1),
-                own_SOK=np.stack(own) if engine.model.tier.feature_topk == "teacher" else None,
+                prompt_experts_PLK=np.stack(before),
+                own_TOK=np.stack(own) if engine.model.tier.feature_topk == "teacher" else None,
             )
         )
     model = engine.model

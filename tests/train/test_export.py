@@ -43,5 +43,5 @@ def test_references_are_float32_whatever_training_computed_in(make_config: Make,
     assert isinstance(one, ReferenceTrace) and one.compute_dtype == other.compute_dtype == "float32"
     for a, b in zip(one.prompts, other.prompts, strict=True):
         for field in dataclasses.fields(PromptTrace):
-            if field.name != "own_SOK":  # nano's heads see what ran
+            if field.name != "own_TOK":  # nano's heads see what ran
                 np.testing.assert_allclose(getattr(b, field.name), getattr(a, field.name), rtol=1e-5, atol=1e-5)
