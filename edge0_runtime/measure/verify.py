@@ -30,6 +30,7 @@ from edge0_runtime.step import Step
 # float32 on MLX CPU against torch: 5e-6 was measured on models of this kind (docs/parity.md 3).
 LOGITS_TOLERANCE = 1e-3
 NEAR_TIE = 1e-4
+EXPORT_AGAIN = "repeat phase=export with this version of edge0_train and another run_dir"
 Choices = Mapping[int, np.ndarray]
 """Layer -> experts."""
 
@@ -143,10 +144,10 @@ class VerifyReport:
         if self.incomplete and any(d.gap > self.near_tie for prompt in self.prompts for d in prompt.judged):
             found.append(
                 "the trace holds neither the prompt's routing nor what the heads see of own gates: a near-tie there, which is no"
-                " fault, looks like one; export again with this version (phase=export)"
+                f" fault, looks like one; {EXPORT_AGAIN}"
             )
         if self.prompts and not any(prompt.judged_rows for prompt in self.prompts):
-            found.append("no row was judged; export again with more prompts (export.trace_prompts)")
+            found.append(f"no row was judged; {EXPORT_AGAIN} and more export.trace_prompts")
         found += [f"{self.dropped} routed experts were dropped"] * (self.dropped > 0)
         found += ["the first prompt gave other tokens when run again: requests aren't isolated"] * (not self.isolated)
         return found
@@ -188,8 +189,7 @@ def _check_same(engine: Engine, trace: ReferenceTrace) -> None:
     model = engine.model
     if trace.compute_dtype != "float32":
         raise Edge0Error(
-            f"verify: the trace was computed in {trace.compute_dtype}, where rounding alone routes otherwise; export again with"
-            " this version (phase=export), which computes it in float32"
+            f"verify: the trace was computed in {trace.compute_dtype}, where rounding alone routes otherwise; {EXPORT_AGAIN}"
         )
     if not model.fixed.float32:
         raise Edge0Error("verify: this engine computes in the dtype of its files; load it with float32=True")

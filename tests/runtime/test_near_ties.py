@@ -15,7 +15,7 @@ from edge0_runtime.arms.prerouter import Features, Prerouter
 from edge0_runtime.contract.traces import ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.heads import Heads
-from edge0_runtime.measure.verify import NEAR_TIE, report_text, verify
+from edge0_runtime.measure.verify import EXPORT_AGAIN, NEAR_TIE, report_text, verify
 from tests.runtime.test_verify import record
 
 LAYER = 1  # owner, and predicted: its own gate only speaks to its head
@@ -88,7 +88,7 @@ def test_a_trace_without_own_choices_is_read_and_what_it_cannot_tell_is_said(
     assert any("probability gap" in problem for problem in problems)
     assert (
         problems[-1].startswith("the trace holds neither the prompt's routing nor what the heads see")
-        and "phase=export" in problems[-1]
+        and EXPORT_AGAIN in problems[-1]
     )
 
 
@@ -114,9 +114,7 @@ def test_a_near_tie_in_the_prompt_is_no_fault_as_long_as_other_prompts_are_judge
     assert tied.logits_error_all > report.tolerance  # what came of it is no rounding
     assert [prompt.judged_rows for prompt in report.prompts] == [6, 0]
     alone = dataclasses.replace(trace, prompts=trace.prompts[1:])
-    assert verify(engine, alone).problems() == [
-        "no row was judged; export again with more prompts (export.trace_prompts)"
-    ]
+    assert verify(engine, alone).problems() == [f"no row was judged; {EXPORT_AGAIN} and more export.trace_prompts"]
 
 
 # -- faults

@@ -141,7 +141,7 @@ def test_what_is_not_computed_in_float32_is_no_reference_and_cannot_be_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Else every difference could be rounding. The engine's own dtype gives way: `float32=True` on any device."""
-    with pytest.raises(Edge0Error, match=r"the trace was computed in bfloat16.*export again"):
+    with pytest.raises(Edge0Error, match=r"the trace was computed in bfloat16.*repeat phase=export"):
         verify(engine, dataclasses.replace(trace, compute_dtype="bfloat16"))
     monkeypatch.setattr(loading, "needs_float32", lambda: False)  # as on Metal
     with Engine.load(tiny_dir) as rounding, pytest.raises(Edge0Error, match="load it with float32=True"):

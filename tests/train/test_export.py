@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from edge0_runtime.contract.provenance import DataSource
-from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, read_trace
+from edge0_runtime.contract.traces import PromptTrace, read_trace
 from edge0_train.adapters import base_info, input_path, read_input, write_output
 from edge0_train.cli import run_phase
 from edge0_train.config import Config
@@ -29,18 +29,20 @@ def with_lora(make_config: Make, directory: Path) -> str:
 
 
 def test_references_are_float32_whatever_training_computed_in(make_config: Make, tmp_path: Path) -> None:
+    """The second export goes into the first one's directory, with another run_dir, as `verify` advises."""
     lora, traces = with_lora(make_config, tmp_path / "sft"), []
     for name in ("float32", "bfloat16"):
-        model = tmp_path / name
         run_phase(
             make_config(
-                "export", f"base.dtype={name}", f"inputs.lora={lora}", f"export.directory={model}",
-                f"run_dir={tmp_path / 'run' / name}", "export.trace_prompts=2", "export.trace_tokens=6",
+                "export", f"base.dtype={name}", f"inputs.lora={lora}", f"export.directory={tmp_path / 'model'}",
+                f"run_dir={tmp_path / name}", "export.trace_prompts=2", "export.trace_tokens=6",
             )
         )  # fmt: skip
-        traces.append(read_trace(next(model.glob("verify_*"))))
+        (file,) = (tmp_path / "model").glob("verify_*")
+        traces.append(read_trace(file))
+        file.unlink()
     one, other = traces
-    assert isinstance(one, ReferenceTrace) and one.compute_dtype == other.compute_dtype == "float32"
+    assert one.compute_dtype == other.compute_dtype == "float32"
     for a, b in zip(one.prompts, other.prompts, strict=True):
         for field in dataclasses.fields(PromptTrace):
             if field.name != "own_TOK":  # nano's heads see what ran
