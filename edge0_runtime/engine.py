@@ -83,6 +83,7 @@ class Engine:
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
         tier_name: str | None = None,
+        float32: bool = False,
     ) -> Engine:
         """Load a model directory.
 
@@ -96,6 +97,7 @@ class Engine:
             io_threads: threads that read experts.
             allow_mismatch: serve adapters that name another base or prerouter.
             tier_name: which adapter files, when the directory holds several or none.
+            float32: compute in float32 where the device would in the dtype of the files (`verify`); a CPU always does.
 
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
@@ -114,6 +116,7 @@ class Engine:
             io_threads=io_threads,
             allow_mismatch=allow_mismatch,
             tier_name=tier_name,
+            float32=float32,
         )
         engine = cls(checkpoint.directory, model, tokenizer, eos_ids, defaults)
         log.info("%s", engine.plan())

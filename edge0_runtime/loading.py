@@ -79,6 +79,7 @@ def load_model(
     io_threads: int,
     allow_mismatch: bool,
     tier_name: str | None,
+    float32: bool,
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
@@ -104,7 +105,7 @@ def load_model(
     )
     store = ExpertStore.open(checkpoint, adapters.tier, base.fingerprint)
     try:
-        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads)
+        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads, float32 or needs_float32())
     except BaseException:
         store.close()
         raise
@@ -118,10 +119,10 @@ def _load(
     arm: str,
     budget_bytes: int | None,
     io_threads: int,
+    float32: bool,
 ) -> Model:
     tier = adapters.tier
     context_length = _context_length(checkpoint)
-    float32 = needs_float32()
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
     modules = dict(network.named_modules())
     if float32:

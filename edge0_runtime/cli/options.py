@@ -40,8 +40,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-mismatch", action="store_true", help="serve files that were not made together")
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
-    """The engine that the arguments ask for."""
+def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
+    """The engine that the arguments ask for; `float32` as in `Engine.load`."""
     from edge0_runtime.engine import Engine
     from edge0_runtime.libraries import transformers_logging
 
@@ -57,6 +57,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
         tier_name=args.tier,
+        float32=float32,
     )
 
 

@@ -7,11 +7,11 @@ File `verify_edge0_<tier>.safetensors`; per prompt i, counted from 0:
     experts.<i>         I32 [T, L, K]  routed experts of the L MoE layers in order, ids rising
     logits.<i>.ids      I32 [T, N]     the N largest logits, largest first
     logits.<i>.values   F32 [T, N]
-    own.<i>             I32 [T + 1, O, K]  what the O owners' own gates choose, ids rising; feature_topk = teacher only
+    prompt.<i>.experts  I32 [P, L, K]  routed experts of the prompt's positions, ids rising
+    own.<i>             I32 [T, O, K]  what the O owners' own gates choose, ids rising; feature_topk = teacher only
 
-Row 0 is the last prompt position, the input that yields generated[0]; row s >= 1: input generated[s-1]. `own` begins one
-position earlier, as the heads' features do, unless the prompt has one token: then it is [T, O, K]. A file with `own` is of
-version 2, one without of version 1.
+Row 0 is the last prompt position, the input that yields generated[0]; row s >= 1: input generated[s-1]. The last two came with
+version 2.
 """
 
 from __future__ import annotations
@@ -34,21 +34,25 @@ _PARTS = {
     "logits.{}.ids": "I32",
     "logits.{}.values": "F32",
 }
-_OWN = "own.{}"  # the one part that a file may lack
-_VERSIONS = {False: "1", True: "2"}  # by whether it has that part
+_PROMPT_EXPERTS, _OWN = "prompt.{}.experts", "own.{}"  # I32
+_VERSIONS = ("1", "2")
 _REQUIRED_METADATA = ("kind", "tier", "format_version", "base_fingerprint", "compute_dtype")
 
 
 @dataclass(frozen=True)
 class PromptTrace:
-    """One prompt's reference; see the module for what a row is. `own_SOK` is None where no own choice is a feature."""
+    """One prompt's reference; see the module for what a row is.
+
+    `prompt_experts_PLK` is None in a trace of version 1, `own_TOK` also where no own choice is a feature.
+    """
 
     prompt_ids_P: np.ndarray
     generated_ids_T: np.ndarray
     experts_TLK: np.ndarray
     logits_ids_TN: np.ndarray
     logits_values_TN: np.ndarray
-    own_SOK: np.ndarray | None = None
+    prompt_experts_PLK: np.ndarray | None = None
+    own_TOK: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,13 @@ def write_trace(path: str | Path, trace: ReferenceTrace, tier: Tier | None = Non
     for i, prompt in enumerate(trace.prompts):
         for part, array in zip(_PARTS, _arrays(prompt), strict=True):
             tensors[part.format(i)] = array.astype(np.float32 if _PARTS[part] == "F32" else np.int32)
-        if prompt.own_SOK is not None:
-            tensors[_OWN.format(i)] = prompt.own_SOK.astype(np.int32)
+        for part, later in ((_PROMPT_EXPERTS, prompt.prompt_experts_PLK), (_OWN, prompt.own_TOK)):
+            if later is not None:
+                tensors[part.format(i)] = later.astype(np.int32)
     metadata = {
         "kind": "verify",
         "tier": trace.tier,
-        "format_version": _VERSIONS[any(prompt.own_SOK is not None for prompt in trace.prompts)],
+        "format_version": _VERSIONS[trace.prompts[0].prompt_experts_PLK is not None],
         "base_fingerprint": trace.base_fingerprint,
         "compute_dtype": trace.compute_dtype,
     }
@@ -107,10 +112,10 @@ def read_trace(path: str | Path, tier: Tier | None = None) -> ReferenceTrace:
     if metadata.get("kind", "verify") != "verify":
         problems.append(f"metadata kind is {metadata['kind']!r}, must be 'verify'")
     version = metadata.get("format_version", "1")
-    if version not in _VERSIONS.values():
-        problems.append(f"format_version {version!r} is not one of {', '.join(_VERSIONS.values())}: update Edge0")
-    has_own = version == _VERSIONS[True]
-    parts = _PARTS | ({_OWN: "I32"} if has_own else {})
+    if version not in _VERSIONS:
+        problems.append(f"format_version {version!r} is not one of {', '.join(_VERSIONS)}: update Edge0")
+    later = {_PROMPT_EXPERTS: version != "1", _OWN: version != "1" and _OWN.format(0) in header.entries}
+    parts = _PARTS | {part: "I32" for part, there in later.items() if there}
     numbers = {int(match[1]) for name in header.entries if (match := re.fullmatch(r"prompt\.(\d{1,6})\.ids", name))}
     expected = {part.format(i): dtype for i in range(len(numbers)) for part, dtype in parts.items()}
     problems += [f"{name}: missing" for name in sorted(expected.keys() - header.entries.keys())]
@@ -129,7 +134,11 @@ def read_trace(path: str | Path, tier: Tier | None = None) -> ReferenceTrace:
         lora_sha256=metadata.get("lora_sha256"),
         compute_dtype=metadata["compute_dtype"],
         prompts=tuple(
-            PromptTrace(*(read_array(header, part.format(i)) for part in parts)) for i in range(len(numbers))
+            PromptTrace(
+                *(read_array(header, part.format(i)) for part in _PARTS),
+                *(read_array(header, part.format(i)) if there else None for part, there in later.items()),
+            )
+            for i in range(len(numbers))
         ),
     )
     raise_problems(what, trace_problems(trace, tier), fix)
@@ -146,8 +155,9 @@ def trace_problems(trace: ReferenceTrace, tier: Tier | None = None) -> list[str]
     layouts = sorted({prompt.experts_TLK.shape[1:] for prompt in trace.prompts})
     if len(layouts) > 1:
         problems.append(f"experts: prompts differ in [layers, K]: {', '.join(map(str, layouts))}")
-    if len({prompt.own_SOK is None for prompt in trace.prompts}) > 1:
-        problems.append("own: there for some prompts and not for others")
+    for name in ("prompt_experts_PLK", "own_TOK"):
+        if len({getattr(prompt, name) is None for prompt in trace.prompts}) > 1:
+            problems.append(f"{name.rpartition('_')[0]}: there for some prompts and not for others")
     return problems
 
 
@@ -171,7 +181,7 @@ def _prompt_problems(prompt: PromptTrace, tier: Tier | None) -> list[str]:
     """What is wrong with one prompt's arrays; values are looked at only where all shapes fit."""
     return list(_shape_problems(prompt)) or [
         *_layout_problems(prompt, tier),
-        *_own_problems(prompt, tier),
+        *_later_problems(prompt, tier),
         *_id_problems(prompt, tier),
         *_logits_problems(prompt),
     ]
@@ -216,22 +226,24 @@ def _id_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
         yield "experts: ids of a layer must rise, each once"
 
 
-def _own_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
-    """Own choices of other owners or positions than there are, or that are no choices."""
-    own_SOK = prompt.own_SOK
-    if own_SOK is None:
-        return
-    steps, _, k = prompt.experts_TLK.shape
-    owners = own_SOK.shape[1:2] if tier is None else (len(tier.owners),)
-    wanted = (steps + (len(prompt.prompt_ids_P) > 1), *owners, k)
-    if own_SOK.shape != wanted or own_SOK.size == 0:
-        yield f"own: shape {list(own_SOK.shape)}, must be {list(wanted)}"
-        return
-    limit = 2**31 if tier is None else tier.num_experts
-    if own_SOK.min() < 0 or own_SOK.max() >= limit:
-        yield f"own: ids {own_SOK.min()}..{own_SOK.max()}, must lie in 0..{limit - 1}"
-    if not (np.diff(own_SOK, axis=-1) > 0).all():
-        yield "own: ids of a layer must rise, each once"
+def _later_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
+    """What came with version 2: choices of other layers or positions than there are, or that are no choices."""
+    steps, layers, k = prompt.experts_TLK.shape
+    own_TOK, limit = prompt.own_TOK, 2**31 if tier is None else tier.num_experts
+    owners = (0 if own_TOK is None else own_TOK.shape[1]) if tier is None else len(tier.owners)
+    parts = {
+        "prompt_experts": (prompt.prompt_experts_PLK, (len(prompt.prompt_ids_P), layers, k)),
+        "own": (own_TOK, (steps, owners, k)),
+    }
+    for name, (array, wanted) in parts.items():
+        if array is None:
+            continue
+        if array.shape != wanted or array.size == 0:
+            yield f"{name}: shape {list(array.shape)}, must be {list(wanted)}"
+        elif array.min() < 0 or array.max() >= limit:
+            yield f"{name}: ids {array.min()}..{array.max()}, must lie in 0..{limit - 1}"
+        elif not (np.diff(array, axis=-1) > 0).all():
+            yield f"{name}: ids of a layer must rise, each once"
 
 
 def _logits_problems(prompt: PromptTrace) -> Iterable[str]:

@@ -6,8 +6,9 @@ reference's largest logits. torch and MLX round differently; where the K-th and 
 group and the next, are nearly equally likely, another set is no error. The experts' outputs then differ for
 good, so a prompt's rows are judged up to its first difference, and that one must be a near-tie.
 
-Where heads see what their owners' own gates choose (`feature_topk: teacher`), these choices are compared as well: one that
-goes the other way in a near-tie gives the heads another input, and what they predict of it lies anywhere.
+What is routed before the first row, in the prompt, is compared as well; and where heads see what their owners' own gates choose
+(`feature_topk: teacher`), so are these choices: one that goes the other way in a near-tie gives the heads another input, and
+what they predict of it lies anywhere.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.routing import choice_gap
+from edge0_runtime.sequence import Sequence
 from edge0_runtime.step import Step
 
 # float32 on MLX CPU against torch: 5e-6 was measured on models of this kind (docs/parity.md 3).
 LOGITS_TOLERANCE = 1e-3
 NEAR_TIE = 1e-4
+EXPORT_AGAIN = "repeat phase=export with this version of edge0_train and another run_dir"
 Choices = Mapping[int, np.ndarray]
 """Layer -> experts."""
 
@@ -38,7 +40,7 @@ class RoutingDifference:
     """One input that was routed to other experts than in the reference, or that an owner's own gate would route to others.
 
     Attributes:
-        row: of the trace; -1 is the prompt's last position but one. layer: index among the MoE layers.
+        row: of the trace; -1 is the prompt's last position but one, and so on. layer: index among the MoE layers.
         expected, actual: the experts that only one side has.
         gap: how far the router's scores here are from choosing the reference's experts, or the ones that were
             executed, whichever is more (`routing.choice_gap`).
@@ -54,8 +56,8 @@ class RoutingDifference:
 
     @property
     def reaches(self) -> tuple[int, int]:
-        """(row, layer) from which on it has changed something. In the prompt an own choice is what ran."""
-        return (self.row + 1, -1) if self.own and self.row >= 0 else (self.row, self.layer)
+        """(row, layer) from which on it has changed something."""
+        return (self.row + 1, -1) if self.own else (self.row, self.layer)
 
     def __str__(self) -> str:
         """A sentence without its verdict."""
@@ -74,7 +76,7 @@ class PromptReport:
         rows: of the trace; judged_rows: those before a routing difference has changed something.
         free_mismatch, forced_mismatch: first row whose token differs (free run, forced run); None if none
             does.
-        differences: all routing differences of the forced run, in order of row and layer.
+        differences: all routing differences of the forced run's rows and the first of the prompt's, in order of row and layer.
         logits_error: largest relative L2 over the judged rows, of the logits of the reference's top ids.
         logits_error_all: the same over all rows.
     """
@@ -114,7 +116,7 @@ class VerifyReport:
         dropped: routed experts that weren't computed; 0 unless there is a bug.
         isolated: the first prompt, run again at the end, gave the same ids as at the start.
         tolerance, near_tie: what was judged by.
-        own_unknown: heads see own choices, and the trace, of an older export, doesn't hold them.
+        incomplete: the trace, of an older export, holds neither the prompt's routing nor own choices.
     """
 
     prompts: tuple[PromptReport, ...]
@@ -122,7 +124,7 @@ class VerifyReport:
     isolated: bool
     tolerance: float
     near_tie: float
-    own_unknown: bool = False
+    incomplete: bool = False
 
     def notes(self) -> list[str]:
         """From where on prompts aren't judged, and why, one sentence each."""
@@ -139,11 +141,13 @@ class VerifyReport:
             for i, prompt in enumerate(self.prompts)
             for problem in prompt.problems(self.tolerance, self.near_tie)
         ]
-        if self.own_unknown and any(d.gap > self.near_tie for prompt in self.prompts for d in prompt.judged):
+        if self.incomplete and any(d.gap > self.near_tie for prompt in self.prompts for d in prompt.judged):
             found.append(
-                "the trace doesn't hold what the owners' own gates chose: a near-tie there, which is no fault, looks like one;"
-                " export again (phase=export) with this version"
+                "the trace holds neither the prompt's routing nor what the heads see of own gates: a near-tie there, which is no"
+                f" fault, looks like one; {EXPORT_AGAIN}"
             )
+        if self.prompts and not any(prompt.judged_rows for prompt in self.prompts):
+            found.append(f"no row was judged; {EXPORT_AGAIN} and more export.trace_prompts")
         found += [f"{self.dropped} routed experts were dropped"] * (self.dropped > 0)
         found += ["the first prompt gave other tokens when run again: requests aren't isolated"] * (not self.isolated)
         return found
@@ -164,11 +168,12 @@ def verify(
     """Replay `trace` on `engine`.
 
     Args:
-        tolerance: of the logits' relative L2. The default is for float32 on both sides.
+        tolerance: of the logits' relative L2.
         near_tie: a first routing difference with at most this gap is no failure.
 
     Raises:
-        Edge0Error: the trace belongs to another base or to other adapter files than the engine serves.
+        Edge0Error: the trace belongs to another base or to other adapter files than the engine serves; or one of both
+            doesn't compute in float32, where what is judged would drown in rounding.
     """
     _check_same(engine, trace)
     dropped_before = engine.stats()["dropped_experts"]
@@ -176,12 +181,18 @@ def verify(
     reports = tuple(_forced(engine, prompt, free) for prompt, free in zip(trace.prompts, free_ids, strict=True))
     isolated = not trace.prompts or _greedy(engine, trace.prompts[0]) == free_ids[0]
     dropped = engine.stats()["dropped_experts"] - dropped_before
-    own_unknown = engine.model.tier.feature_topk == "teacher" and any(p.own_SOK is None for p in trace.prompts)
-    return VerifyReport(reports, dropped, isolated, tolerance, near_tie, own_unknown)
+    incomplete = any(prompt.prompt_experts_PLK is None for prompt in trace.prompts)
+    return VerifyReport(reports, dropped, isolated, tolerance, near_tie, incomplete)
 
 
 def _check_same(engine: Engine, trace: ReferenceTrace) -> None:
     model = engine.model
+    if trace.compute_dtype != "float32":
+        raise Edge0Error(
+            f"verify: the trace was computed in {trace.compute_dtype}, where rounding alone routes otherwise; {EXPORT_AGAIN}"
+        )
+    if not model.fixed.float32:
+        raise Edge0Error("verify: this engine computes in the dtype of its files; load it with float32=True")
     served = {
         "tier": model.tier.name,
         "base_fingerprint": model.identity.fingerprint,
@@ -205,20 +216,16 @@ def _greedy(engine: Engine, prompt: PromptTrace) -> list[int]:
 
 def _forced(engine: Engine, prompt: PromptTrace, free_ids: list[int]) -> PromptReport:
     generated_T = prompt.generated_ids_T.tolist()
-    differences: list[RoutingDifference] = []
+    differences = _prompt_differences(engine, prompt)
     argmax_T, error_T = [], []
-    seen_before: Choices = {}
     for step in engine.replay(prompt.prompt_ids_P.tolist(), generated_T):
         assert step.experts is not None and step.logits is not None  # replay traces
         # The pass that led to this token is still the sequence's last one, so its router scores are at hand.
-        differences += _differences_at(engine, prompt, step.index, step.experts)
-        if step.index == 0 and _last(engine).own:
-            seen_before = _seen(engine, _last(engine).features.previous)
+        differences += _row_differences(engine, prompt, step.index, step.experts)
         argmax_T.append(int(step.logits.argmax()))
         wanted_N = prompt.logits_values_TN[step.index]
         got_N = step.logits[prompt.logits_ids_TN[step.index]]
         error_T.append(float(np.linalg.norm(got_N - wanted_N) / np.linalg.norm(wanted_N)))
-    differences = _differences_before(engine, prompt, seen_before) + differences
     judged = max(0, min((difference.reaches[0] for difference in differences), default=len(generated_T)))
     return PromptReport(
         rows=len(generated_T),
@@ -231,31 +238,47 @@ def _forced(engine: Engine, prompt: PromptTrace, free_ids: list[int]) -> PromptR
     )
 
 
-def _differences_at(engine: Engine, prompt: PromptTrace, row: int, ran_LK: np.ndarray) -> list[RoutingDifference]:
-    """Of a row: what ran, and of the other layers what the heads see of the owners' own gates."""
-    last, layers = _last(engine), _moe_layers(engine)
-    expected, ran = (dict(zip(layers, experts_LK, strict=True)) for experts_LK in (prompt.experts_TLK[row], ran_LK))
-    found = _differences(engine, row, expected, ran, last.scores)
-    if prompt.own_SOK is not None and last.own:
-        seen = _seen(engine, last.features.routing)
-        own = _differences(engine, row, _own(engine, prompt, row), seen, last.own_scores, own=True)
-        found += [one for one in own if one.layer not in {other.layer for other in found}]
-    return sorted(found, key=lambda difference: difference.layer)
-
-
-def _differences_before(engine: Engine, prompt: PromptTrace, seen: Choices) -> list[RoutingDifference]:
-    """What the first prediction's heads see of the prompt's last position but one."""
-    if prompt.own_SOK is None or len(prompt.prompt_ids_P) < 2 or not seen:
+def _prompt_differences(engine: Engine, prompt: PromptTrace) -> list[RoutingDifference]:
+    """Of the first position before the prompt's last one that ran other experts; what comes later may be its doing."""
+    ids, experts_PLK = prompt.prompt_ids_P.tolist(), prompt.prompt_experts_PLK
+    if experts_PLK is None or len(ids) == 1:
         return []
+    ran_PLK = np.sort(_prompt_experts(engine, ids[:-1]), axis=-1)
+    differing = (ran_PLK != experts_PLK[:-1]).any(axis=(1, 2))
+    if not differing.any():
+        return []
+    at = int(differing.argmax())
+    # Cut there, the prompt ends with that position, which then goes alone: only so are there scores to look at.
+    for _ in engine.replay(ids[: at + 1], ids[at + 1 : at + 2]):
+        expected, ran = (_by_layer(engine, experts_LK) for experts_LK in (experts_PLK[at], ran_PLK[at]))
+        return _differences(engine, at + 1 - len(ids), expected, ran, _last(engine).scores)
+    raise AssertionError("a replay of one token gives one")
 
-    def scores() -> dict[int, np.ndarray]:
-        """Of that position's pass when it ends a prompt, since it then goes alone."""
-        *before, end = prompt.prompt_ids_P[:-1].tolist()
-        for _ in engine.replay([*before, end], prompt.prompt_ids_P[-1:].tolist()):
-            return _last(engine).scores()
-        raise AssertionError("a replay of one token gives one")
 
-    return _differences(engine, -1, _own(engine, prompt, -1), seen, scores, own=True)
+def _prompt_experts(engine: Engine, ids: list[int]) -> np.ndarray:
+    """[P, L, K], what the positions of a prompt ran, in the chunks that it is always cut into."""
+    sequence, chunks = Sequence(engine.model), []
+    try:
+        for start in range(0, len(ids), engine.prefill_chunk):
+            sequence.prefill(ids[start : start + engine.prefill_chunk], last=False)
+            assert sequence.last is not None
+            chunks.append(np.stack([np.array(sequence.last.ran[layer]) for layer in _moe_layers(engine)], axis=1))
+    finally:
+        sequence.close()
+    return np.concatenate(chunks).astype(np.int64)
+
+
+def _row_differences(engine: Engine, prompt: PromptTrace, row: int, ran_LK: np.ndarray) -> list[RoutingDifference]:
+    """Of a row: what ran, and of the other layers what the heads see of the owners' own gates."""
+    last, heads = _last(engine), engine.model.heads
+    expected, ran = _by_layer(engine, prompt.experts_TLK[row]), _by_layer(engine, ran_LK)
+    found = _differences(engine, row, expected, ran, last.scores)
+    if prompt.own_TOK is not None and last.own and heads is not None:
+        own = dict(zip(engine.model.tier.owners, prompt.own_TOK[row], strict=True))
+        seen = dict(zip(heads.owners, map(np.flatnonzero, np.array(last.features.routing)), strict=True))
+        others = _differences(engine, row, own, seen, last.own_scores, own=True)
+        found += [other for other in others if other.layer not in {one.layer for one in found}]
+    return sorted(found, key=lambda difference: difference.layer)
 
 
 def _differences(
@@ -288,19 +311,8 @@ def _moe_layers(engine: Engine) -> tuple[int, ...]:
     return tuple(engine.model.tier.layout.moe_layers(engine.model.tier.architecture))
 
 
-def _own(engine: Engine, prompt: PromptTrace, row: int) -> Choices:
-    """By owner, what its own gate chose in the reference."""
-    assert prompt.own_SOK is not None
-    first = len(prompt.generated_ids_T) - len(prompt.own_SOK)  # its first row: -1, or 0 after a prompt of one token
-    return dict(zip(engine.model.tier.owners, prompt.own_SOK[row - first], strict=True))
-
-
-def _seen(engine: Engine, multi_hot_OE: mx.array) -> Choices:
-    """By owner, the experts that its head sees."""
-    assert engine.model.heads is not None
-    return dict(
-        zip(engine.model.heads.owners, (np.flatnonzero(hot_E) for hot_E in np.array(multi_hot_OE)), strict=True)
-    )
+def _by_layer(engine: Engine, experts_LK: np.ndarray) -> Choices:
+    return dict(zip(_moe_layers(engine), experts_LK, strict=True))
 
 
 def _first_difference(actual: list[int], expected: list[int]) -> int | None:

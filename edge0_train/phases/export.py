@@ -10,6 +10,7 @@ Expected on nano (2.4 s): `model/`, which `python -m edge0_runtime verify` finds
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     """Write `export.directory`; an existing one with the same base gets new adapters and nothing else.
 
     The reference traces come from the adapters as they are in the files (F16), so that `edge0_runtime verify` compares what is
-    served with what was exported.
+    served with what was exported. They are computed in float32 whatever `base.dtype` trained in: in bf16 rounding alone routes
+    otherwise every few tokens. Where that is another dtype the base stays packed, which takes no more memory than in training.
     """
     tier, target = config.tier, Path(config.export.directory)
     print_plan(config, {"model": str(target), "inputs": describe_inputs(config)})
@@ -51,8 +53,9 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     missing = [f"inputs.{kind}" for kind, adapter in adapters.items() if adapter is None]
     if missing:
         raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
-    student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
-    trace = reference_trace(config, student)
+    exact = _in_float32(config)
+    student = build_student(exact, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
+    trace = reference_trace(exact, student)
     _place_base(Path(config.base.directory), target, student.base.identity)
     exported = Checkpoint.open(target)
     problems = {"base": upstream_base_problems(exported, tier)}
@@ -71,6 +74,12 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         print(f"  {name}: {verdict}")
     print(f"exported to {target}")
     return {"directory": str(target), "sha256": {k: a.sha256 for k, a in adapters.items() if a}, "upstream": problems}
+
+
+def _in_float32(config: Config) -> Config:
+    if config.base.dtype == "float32":
+        return config
+    return dataclasses.replace(config, base=dataclasses.replace(config.base, dtype="float32", storage="packed"))
 
 
 def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:
@@ -125,16 +134,19 @@ def prompt_traces(
     """Greedy continuations of `tokens` tokens on the incremental student path, with routed sets and `top` logits per step."""
     tier = path.tier
     layers = tier.layout.moe_layers(tier.architecture)
+    prompt_experts: list[torch.Tensor] = []
     experts: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
     logits: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def observe(record: StepRecord) -> None:
-        last = [record.routing.executed[layer][:, -1].sort(-1).values for layer in layers]
-        experts.append(torch.stack(last, 1))
-        if record.routing.own:  # the first step's heads see the prompt's last position but one as well
-            chosen = [record.routing.own[owner][:, -2 if record.step == 0 else -1 :] for owner in tier.owners]
-            own.append(torch.stack(chosen, 2).sort(-1).values)
+        executed_BTLK = torch.stack([record.routing.executed[layer] for layer in layers], 2).sort(-1).values
+        if record.step == 0:
+            prompt_experts.extend(executed_BTLK)
+        experts.append(executed_BTLK[:, -1])
+        if record.routing.own:
+            chosen_BOK = torch.stack([record.routing.own[owner][:, -1] for owner in tier.owners], 1)
+            own.append(chosen_BOK.sort(-1).values)
         logits.append(tuple(record.logits_BV.topk(top, dim=-1)))  # type: ignore[arg-type]
 
     # end_ids: past the end token too, since the comparison wants length
@@ -142,7 +154,7 @@ def prompt_traces(
     experts_BTLK = torch.stack(experts, 1).cpu().numpy().astype(np.int32)
     values_BTN = torch.stack([values for values, _ in logits], 1).cpu().numpy()
     ids_BTN = torch.stack([ids for _, ids in logits], 1).cpu().numpy().astype(np.int32)
-    own_BSOK = torch.cat(own, 1).cpu().numpy().astype(np.int32) if own else None
+    own_BTOK = torch.stack(own, 1).cpu().numpy().astype(np.int32) if own else None
     return [
         PromptTrace(
             np.array(prompt, np.int32),
@@ -150,7 +162,8 @@ def prompt_traces(
             experts_BTLK[row],
             ids_BTN[row],
             values_BTN[row],
-            None if own_BSOK is None else own_BSOK[row, -(tokens + (len(prompt) > 1)) :],
+            prompt_experts[row][-len(prompt) :].cpu().numpy().astype(np.int32),  # behind the padding
+            None if own_BTOK is None else own_BTOK[row],
         )
         for row, (prompt, done) in enumerate(zip(prompts, completions, strict=True))
     ]

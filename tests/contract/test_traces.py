@@ -50,13 +50,13 @@ def trace() -> ReferenceTrace:
 
 @pytest.fixture
 def with_own(trace: ReferenceTrace) -> ReferenceTrace:
-    """The same with the own choices of nano's six owners; the second prompt has one token."""
+    """The same in version 2: with the prompt's routing and the own choices of nano's six owners."""
     random = np.random.default_rng(5)
     prompts = []
     for prompt in trace.prompts:
-        rows = len(prompt.generated_ids_T) + (len(prompt.prompt_ids_P) > 1)
-        own = np.argsort(random.random((rows, 6, EXPERTS)), axis=-1)[..., :K]
-        prompts.append(dataclasses.replace(prompt, own_SOK=np.sort(own, axis=-1)))
+        shapes = ((len(prompt.prompt_ids_P), LAYERS, EXPERTS), (len(prompt.generated_ids_T), 6, EXPERTS))
+        experts, own = (np.sort(np.argsort(random.random(shape), axis=-1)[..., :K], axis=-1) for shape in shapes)
+        prompts.append(dataclasses.replace(prompt, prompt_experts_PLK=experts, own_TOK=own))
     return dataclasses.replace(trace, prompts=tuple(prompts))
 
 
@@ -147,32 +147,38 @@ def test_a_trace_that_cannot_be_true_is_refused_when_written_and_when_read(tmp_p
         assert str(path) in str(error.value)
 
 
-def test_own_choices_survive_the_file_which_says_so_in_its_version(tmp_path, trace, with_own, nano):
-    """An older program would take them for strangers; one without them is what it always was."""
-    for value, version in ((trace, "1"), (with_own, "2")):
+def test_what_is_newer_survives_the_file_which_says_so_in_its_version(tmp_path, trace, with_own, nano):
+    """An older program would take it for strangers; a file without it is what it always was."""
+    without_own = dataclasses.replace(
+        with_own, prompts=tuple(dataclasses.replace(prompt, own_TOK=None) for prompt in with_own.prompts)
+    )
+    for value, version in ((trace, "1"), (with_own, "2"), (without_own, "2")):
         write_trace(tmp_path / "x", value, nano)
         assert read_header(tmp_path / "x").metadata["format_version"] == version
         for one, two in zip(read_trace(tmp_path / "x", nano).prompts, value.prompts, strict=True):
-            np.testing.assert_array_equal(one.own_SOK, two.own_SOK)
+            np.testing.assert_array_equal(one.own_TOK, two.own_TOK)
+            np.testing.assert_array_equal(one.prompt_experts_PLK, two.prompt_experts_PLK)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda a: a[1:], "own: shape [8, 6, 4], must be [9, 6, 4]"),
-        (lambda a: np.concatenate([a, a[:1]]), "own: shape [10, 6, 4]"),
-        (lambda a: a[:, 1:], "own: shape [9, 5, 4]"),
-        (lambda a: a[..., 1:], "own: shape [9, 6, 3]"),
-        (lambda a: a[0], "own: shape [6, 4]"),
-        (lambda a: a[..., ::-1], "own: ids of a layer must rise"),
-        (put((0, 0, -1), EXPERTS), "own: ids 0..32, must lie in 0..31"),
-        (lambda a: None, "own: there for some prompts and not for others"),
+        (lambda a: a[1:], "shape [8, 6, 4], must be [9, 6, 4]"),
+        (lambda a: np.concatenate([a, a[:1]]), "shape [10, 6, 4], must be [9, 6, 4]"),
+        (lambda a: a[:, 1:], "shape [9, 5, 4], must be [9, 6, 4]"),
+        (lambda a: a[..., 1:], "shape [9, 6, 3], must be [9, 6, 4]"),
+        (lambda a: a[0], "shape [6, 4], must be [9, 6, 4]"),
+        (lambda a: a[..., ::-1], "ids of a layer must rise"),
+        (put((0, 0, -1), EXPERTS), "..32, must lie in 0..31"),
+        (lambda a: None, "there for some prompts and not for others"),
     ],
 )
-def test_own_choices_that_cannot_be_true_are_refused(tmp_path, with_own, nano, change, reason):
-    with pytest.raises(Edge0Error) as error:
-        write_trace(tmp_path / "x", damaged(with_own, own_SOK=change), nano)
-    assert reason in str(error.value)
+def test_newer_parts_that_cannot_be_true_are_refused(tmp_path, with_own, nano, change, reason):
+    for name, field in (("own", "own_TOK"), ("prompt_experts", "prompt_experts_PLK")):
+        with pytest.raises(Edge0Error) as error:
+            write_trace(tmp_path / "x", damaged(with_own, **{field: change}), nano)
+        assert f"{name}: " in str(error.value)
+        assert name != "own" or reason in str(error.value)
 
 
 def test_tied_logits_may_go_either_way(tmp_path, trace, nano):
@@ -212,7 +218,8 @@ def test_no_prompts_and_another_tier_are_refused(tmp_path, trace, nano):
         (lambda t, m: t.update(extra=np.ones(1)), "extra: unknown"),
         (lambda t, m: t.update({"experts.0": t["experts.0"].astype(np.int64)}), "experts.0: dtype I64, must be I32"),
         (lambda t, m: m.update(kind="lora"), "kind is 'lora', must be 'verify'"),
-        (lambda t, m: m.update(format_version="2"), "own.0: missing"),
+        (lambda t, m: m.update(format_version="2"), "prompt.0.experts: missing"),
+        (lambda t, m: m.update(format_version="2") or t.update({"own.0": t["experts.0"]}), "own.1: missing"),
         (lambda t, m: m.update(format_version="3"), "format_version '3' is not one of 1, 2: update Edge0"),
         (lambda t, m: m.pop("kind"), "metadata kind is missing"),
         (lambda t, m: m.pop("base_fingerprint"), "metadata base_fingerprint is missing"),

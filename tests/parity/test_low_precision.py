@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from edge0_runtime import loading
+from edge0_runtime.arms import ARMS, arm_class
 from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.tier import Router, Tier, builtin_tier
 from edge0_runtime.engine import Engine
@@ -135,25 +136,34 @@ def close_heads(tier: Tier) -> dict[str, np.ndarray]:
     return heads
 
 
-@pytest.mark.parametrize("family", TWINS)
+@pytest.fixture(scope="module", params=TWINS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tier, Path]:
+    """(tier, model directory) of a random twin with close heads."""
+    twin, root = TWINS[request.param], tmp_path_factory.mktemp(request.param)
+    tier = twin.tier(first_token="predicted", num_experts_per_tok=4)
+    quantize_checkpoint(twin.write(root / "source", num_experts_per_tok=4), root / "int4", tier)
+    write_adapters(root / "int4", tier, close_heads(tier))
+    return tier, root / "int4"
+
+
+def hold(engine: Engine, slots: int) -> None:
+    """Stream through that many slots."""
+    plan = engine.model.plan
+    assert plan is not None
+    engine.set_memory_budget((plan.fixed_bytes + (slots + 0.5) * plan.slot_nbytes) / 2**30)
+
+
 @pytest.mark.parametrize("slots", [3, None])
-def test_what_runs_is_what_the_heads_say_in_float32(
-    family: str, slots: int | None, tmp_path: Path, bfloat16: None
-) -> None:
+def test_what_runs_is_what_the_heads_say_in_float32(tiny: tuple[Tier, Path], slots: int | None, bfloat16: None) -> None:
     """At every decode step and predicted layer, streamed or not; the model itself stays in bfloat16."""
-    tier = TWINS[family].tier(first_token="predicted", num_experts_per_tok=4)
-    TWINS[family].write(tmp_path / "source", num_experts_per_tok=4)
-    quantize_checkpoint(tmp_path / "source", tmp_path / "int4", tier)
-    write_adapters(tmp_path / "int4", tier, close_heads(tier))
+    tier, directory = tiny
     heads = PrerouterHeads(tier)
     heads.load(close_heads(tier))
     layers = tier.layout.moe_layers(tier.architecture)
     rounded_otherwise = 0
-    with Engine.load(tmp_path / "int4", lora=False) as engine:
+    with Engine.load(directory, lora=False) as engine:
         if slots is not None:
-            plan = engine.model.plan
-            assert plan is not None
-            engine.set_memory_budget((plan.fixed_bytes + (slots + 0.5) * plan.slot_nbytes) / 2**30)
+            hold(engine, slots)
         sequence = Sequence(engine.model)
         logits_V = sequence.prefill([5, 80, 7, 31], last=True)
         assert logits_V is not None and engine.model.heads is not None
@@ -176,3 +186,19 @@ def test_what_runs_is_what_the_heads_say_in_float32(
         sequence.decode(5)  # judges the step before
         assert engine.stats()["dropped_experts"] == 0
     assert rounded_otherwise > 3
+
+
+def test_in_every_arm_the_experts_that_were_read_are_those_that_run(tiny: tuple[Tier, Path], bfloat16: None) -> None:
+    """Bit by bit the same with few slots as with all; arms on own gates are one model in bfloat16 too."""
+    _, directory = tiny
+    runs = {}
+    for arm in ARMS:
+        with Engine.load(directory, arm=arm, lora=False) as engine:
+            for slots in (None, 3) if arm_class(arm).streams else (None,):
+                if slots is not None:
+                    hold(engine, slots)
+                steps = engine.generate([5, 80, 7, 31], max_tokens=6, ignore_eos=True, trace=True)
+                runs[arm, slots] = [(step.token, step.experts.tobytes(), step.logits.tobytes()) for step in steps]
+                assert engine.stats()["dropped_experts"] == 0
+            assert all(run == runs[arm, None] for (name, _), run in runs.items() if name == arm)
+    assert all(run == runs["resident", None] for (arm, _), run in runs.items() if arm_class(arm).exact)

@@ -90,14 +90,13 @@ def assert_equal(base: Path, tier: Tier) -> list[PromptTrace]:
         with torch.no_grad():
             hidden = path.hidden(ids, routing, use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
             logits_TV = path.model.lm_head(hidden)
-        executed = torch.stack(
-            [routing.executed[n][0, len(prompt) - 1 :].sort(-1).values for n in sorted(routing.executed)], 1
-        )
-        assert np.array_equal(executed.numpy(), trace.experts_TLK)
-        assert (trace.own_SOK is None) == (tier.feature_topk == "executed")
-        if trace.own_SOK is not None:
+        executed = torch.stack([routing.executed[n][0].sort(-1).values for n in sorted(routing.executed)], 1)
+        assert np.array_equal(executed.numpy()[len(prompt) - 1 :], trace.experts_TLK)
+        assert np.array_equal(executed.numpy()[: len(prompt)], trace.prompt_experts_PLK)
+        assert (trace.own_TOK is None) == (tier.feature_topk == "executed")
+        if trace.own_TOK is not None:
             own = torch.stack([routing.own[n][0].sort(-1).values for n in tier.owners], 1)
-            assert np.array_equal(own[max(0, len(prompt) - 2) :].numpy(), trace.own_SOK)
+            assert np.array_equal(own[len(prompt) - 1 :].numpy(), trace.own_TOK)
         assert logits_TV.argmax(-1).tolist() == trace.generated_ids_T.tolist()
         top = logits_TV.gather(-1, torch.from_numpy(trace.logits_ids_TN).long()).numpy()
         np.testing.assert_allclose(top, trace.logits_values_TN, rtol=0, atol=2e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge0_runtime import loading
+from edge0_runtime.cli import main
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, read_trace, write_trace
 from edge0_runtime.engine import Engine
@@ -35,24 +38,20 @@ def trace(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> Reference
     return read_trace(path, engine.model.tier)
 
 
-def own_choices(engine: Engine, multi_hot_OE: Any) -> np.ndarray:
-    """[O, K] of the tier's owners, from what their heads see."""
-    assert engine.model.heads is not None
-    seen = dict(zip(engine.model.heads.owners, np.array(multi_hot_OE), strict=True))
-    return np.stack([np.flatnonzero(seen[owner]) for owner in engine.model.tier.owners])
-
-
 def record(engine: Engine, prompts: list[list[int]]) -> ReferenceTrace:
-    """What the engine does, as an export would say it."""
+    """What the engine does, as an export would say it; all in passes of one token."""
     recorded = []
+    assert engine.model.heads is not None
     for prompt in prompts:
-        steps, own = [], []
+        steps, own, before = [], [], []
+        for end in range(1, len(prompt) + 1):
+            before += [step.experts for step in engine.generate(prompt[:end], max_tokens=1, trace=True)]
         for step in engine.generate(prompt, max_tokens=6, ignore_eos=True, trace=True):
             steps.append(step)
-            features = engine.sequence.last.features  # type: ignore[union-attr]
+            features: Any = engine.sequence.last.features  # type: ignore[union-attr]
             if features is not None:
-                own += [own_choices(engine, features.previous)] * (step.index == 0 and len(prompt) > 1)
-                own.append(own_choices(engine, features.routing))
+                seen = dict(zip(engine.model.heads.owners, np.array(features.routing), strict=True))
+                own.append(np.stack([np.flatnonzero(seen[owner]) for owner in engine.model.tier.owners]))
         logits_TV = np.stack([step.logits for step in steps])
         order_TN = np.argsort(-logits_TV, axis=-1, kind="stable")[:, :TOP].astype(np.int32)
         recorded.append(
@@ -62,7 +61,8 @@ def record(engine: Engine, prompts: list[list[int]]) -> ReferenceTrace:
                 experts_TLK=np.stack([step.experts for step in steps]).astype(np.int32),
                 logits_ids_TN=order_TN,
                 logits_values_TN=np.take_along_axis(logits_TV, order_TN, axis=-1),
-                own_SOK=np.stack(own) if engine.model.tier.feature_topk == "teacher" else None,
+                prompt_experts_PLK=np.stack(before),
+                own_TOK=np.stack(own) if engine.model.tier.feature_topk == "teacher" else None,
             )
         )
     model = engine.model
@@ -130,6 +130,29 @@ def test_a_trace_of_other_files_is_refused(tiny_dir: Path, engine: Engine, trace
         verify(engine, dataclasses.replace(trace, base_fingerprint="0" * 64))
     with Engine.load(tiny_dir, lora=False) as other, pytest.raises(Edge0Error, match=r"lora_sha256: trace .*None"):
         verify(other, trace)
+
+
+def test_what_is_not_computed_in_float32_is_no_reference_and_cannot_be_judged(
+    tiny_dir: Path,
+    engine: Engine,
+    trace: ReferenceTrace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else every difference could be rounding. The engine's own dtype gives way: `float32=True` on any device."""
+    with pytest.raises(Edge0Error, match=r"the trace was computed in bfloat16.*repeat phase=export"):
+        verify(engine, dataclasses.replace(trace, compute_dtype="bfloat16"))
+    monkeypatch.setattr(loading, "needs_float32", lambda: False)  # as on Metal
+    with Engine.load(tiny_dir) as rounding, pytest.raises(Edge0Error, match="load it with float32=True"):
+        verify(rounding, trace)
+    with Engine.load(tiny_dir, float32=True) as same:
+        report = verify(same, trace)
+    assert report.ok and all(prompt.logits_error == 0 for prompt in report.prompts)
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    write_trace(tmp_path / "model" / "verify_edge0_tiny.safetensors", trace)
+    assert main(["verify", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.endswith("PASS\n")
 
 
 def test_requests_that_are_not_isolated_are_noticed(

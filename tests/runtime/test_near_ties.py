@@ -1,4 +1,4 @@
-"""`verify` where heads see what their owners' own gates choose: a near-tie there is no fault, another feature is one."""
+"""`verify` tells near-ties that the rows' own routing doesn't show from faults: of what heads see, and in the prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edge0_runtime.arms.prerouter import Features, Prerouter
 from edge0_runtime.contract.traces import ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.heads import Heads
-from edge0_runtime.measure.verify import NEAR_TIE, report_text, verify
+from edge0_runtime.measure.verify import EXPORT_AGAIN, NEAR_TIE, report_text, verify
 from tests.runtime.test_verify import record
 
 LAYER = 1  # owner, and predicted: its own gate only speaks to its head
@@ -52,18 +52,18 @@ def tie(engine: Engine, lead: float, layer: int = LAYER, when: Callable[[], bool
 
 def without_own(trace: ReferenceTrace) -> ReferenceTrace:
     """As an export from before wrote it."""
-    prompts = tuple(dataclasses.replace(prompt, own_SOK=None) for prompt in trace.prompts)
+    prompts = tuple(dataclasses.replace(prompt, prompt_experts_PLK=None, own_TOK=None) for prompt in trace.prompts)
     return dataclasses.replace(trace, prompts=prompts)
 
 
 def test_what_serves_as_trained_passes(engine: Engine, prompts: list[list[int]]) -> None:
-    report = verify(engine, record(engine, prompts))
+    report = verify(engine, record(engine, prompts[:3]))
     assert report.ok and report.notes() == [] and not any(prompt.differences for prompt in report.prompts)
 
 
 def test_a_near_tie_of_an_own_gate_ends_the_judgement_and_is_no_fault(engine: Engine, prompts: list[list[int]]) -> None:
     tie(engine, -1e-6)
-    trace = record(engine, prompts)
+    trace = record(engine, prompts[:3])
     tie(engine, +1e-6)
     report = verify(engine, trace)
     assert report.ok, report.problems()
@@ -81,36 +81,40 @@ def test_a_trace_without_own_choices_is_read_and_what_it_cannot_tell_is_said(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
     tie(engine, -1e-6)
-    old = without_own(record(engine, prompts))
+    old = without_own(record(engine, prompts[:3]))
     assert verify(engine, old).ok
     tie(engine, +1e-6)
     problems = verify(engine, old).problems()
     assert any("probability gap" in problem for problem in problems)
     assert (
-        problems[-1].startswith("the trace doesn't hold what the owners' own gates chose")
-        and "phase=export" in problems[-1]
+        problems[-1].startswith("the trace holds neither the prompt's routing nor what the heads see")
+        and EXPORT_AGAIN in problems[-1]
     )
 
 
-def test_a_near_tie_at_the_prompts_last_position_but_one_is_found_too(engine: Engine, prompts: list[list[int]]) -> None:
-    """The first prediction's heads see it as the previous routing; by the prompt's own rows it isn't in the trace."""
-    at = [len(prompts[2]) - 1]  # offset of the KV cache in that position's pass
+def tie_in_prompt(engine: Engine, lead: float, prompt: list[int]) -> None:
+    """Tie two experts of the first layer at the prompt's fourth position."""
+    trail = 0
+    for token in prompt[:4]:  # as `Step.trail` is made of passes of one token
+        trail = hash((trail, token))
+    tie(engine, lead, layer=0, when=lambda: engine.model.running.step.trail == trail)
 
-    def there() -> bool:
-        step, sequence = engine.model.running.step, engine.sequence
-        return not step.decoding and sequence is not None and sequence._kv[-1].offset + 1 == at[0]
 
-    def alone(prompt: list[int]) -> None:
-        engine.prefill_chunk = len(prompt) - 2  # so that the position goes alone
-
-    alone(prompts[2])
-    tie(engine, -1e-6, layer=2, when=there)
-    trace = record(engine, [prompts[2]])
-    tie(engine, +1e-6, layer=2, when=there)
+def test_a_near_tie_in_the_prompt_is_no_fault_as_long_as_other_prompts_are_judged(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
+    engine.prefill_chunk = 1
+    tie_in_prompt(engine, -1e-6, prompts[2])
+    trace = record(engine, prompts[1:3])
+    tie_in_prompt(engine, +1e-6, prompts[2])
     report = verify(engine, trace)
-    first = report.prompts[0].differences[0]
-    assert (first.row, first.layer, first.own) == (-1, 2, True) and 0 < first.gap < 1e-6
-    assert report.ok and report.prompts[0].judged_rows == 0
+    assert report.ok, report.problems()
+    first, tied = report.prompts[1].differences[0], report.prompts[1]
+    assert (first.own, first.row, first.layer) == (False, -3, 0) and 0 < first.gap < 1e-6
+    assert tied.logits_error_all > report.tolerance  # what came of it is no rounding
+    assert [prompt.judged_rows for prompt in report.prompts] == [6, 0]
+    alone = dataclasses.replace(trace, prompts=trace.prompts[1:])
+    assert verify(engine, alone).problems() == [f"no row was judged; {EXPORT_AGAIN} and more export.trace_prompts"]
 
 
 # -- faults
@@ -123,7 +127,7 @@ def shifted(heads: Heads, indices_OTK: mx.array, multi_hot: Callable = Heads.mul
 def test_a_feature_of_other_experts_fails(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = record(engine, prompts)
+    trace = record(engine, prompts[:3])
     monkeypatch.setattr(Heads, "multi_hot", shifted)
     report = verify(engine, trace)
     assert not report.ok and "a head sees the own choice" in report.problems()[0]
@@ -133,7 +137,7 @@ def test_a_feature_of_other_experts_fails(
 def test_features_of_the_wrong_position_fail(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace, remember = record(engine, prompts), Prerouter.remember
+    trace, remember = record(engine, prompts[:3]), Prerouter.remember
 
     def late(arm: Prerouter, step: object, last: object) -> Features:
         features = remember(arm, step, last)  # type: ignore[arg-type]
@@ -147,12 +151,22 @@ def test_features_of_the_wrong_position_fail(
 def test_a_fault_behind_nothing_but_near_ties_fails(engine: Engine, prompts: list[list[int]]) -> None:
     """Own choices of another layer in the row of a near-tie are independent of it, and judged."""
     tie(engine, -1e-6)
-    trace = record(engine, prompts)
+    trace = record(engine, prompts[:3])
     tie(engine, +1e-6)
     last = trace.prompts[-1]
-    assert last.own_SOK is not None
-    own_SOK = last.own_SOK.copy()
-    own_SOK[1 + 3, 2] = [e for e in range(8) if e not in own_SOK[1 + 3, 2]][:2]
-    changed = (*trace.prompts[:-1], dataclasses.replace(last, own_SOK=own_SOK))
+    assert last.own_TOK is not None
+    own_TOK = last.own_TOK.copy()
+    own_TOK[3, 2] = [e for e in range(8) if e not in own_TOK[3, 2]][:2]
+    changed = (*trace.prompts[:-1], dataclasses.replace(last, own_TOK=own_TOK))
     (problem,) = verify(engine, dataclasses.replace(trace, prompts=changed)).problems()
     assert "row 3, MoE layer 2: a head sees the own choice" in problem
+
+
+def test_other_experts_in_the_prompt_fail(engine: Engine, prompts: list[list[int]]) -> None:
+    trace = record(engine, prompts[1:3])
+    experts_PLK = trace.prompts[1].prompt_experts_PLK
+    assert experts_PLK is not None
+    row_K = experts_PLK[5, 3]
+    row_K[:] = [e for e in range(8) if e not in row_K][:K]
+    (problem,) = verify(engine, trace).problems()
+    assert "prompt 1: row -1, MoE layer 3: routed to" in problem
