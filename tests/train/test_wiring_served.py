@@ -122,7 +122,7 @@ def test_an_export_is_the_newest_heads_and_lora_and_what_they_do(chain: Chain, s
         reading = newest.read(row)
         assert wrote(row, reading.logits_CV) and len(row.completion_ids) == 6
         top = reading.logits_CV.topk(ran.config.export.trace_top).values.numpy()
-        np.testing.assert_allclose(prompt.logits_values_TN, top, rtol=2e-5, atol=2e-4)
+        np.testing.assert_allclose(prompt.logits_values_TN, top, atol=2e-3)
         for step, sets in enumerate(reading.experts):
             assert [set(ids) for ids in prompt.experts_TLK[step].tolist()] == [sets[n] for n in sorted(sets)]
 
