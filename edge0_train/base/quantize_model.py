@@ -9,7 +9,6 @@ per-expert names and the flat config of `save_pretrained`, and needs no mlx.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ import torch
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, Names
-from edge0_runtime.contract.files import raise_problems
+from edge0_runtime.contract.files import raise_problems, read_json
 from edge0_runtime.contract.links import Link
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base.layout import Target, cast_dtype, link_targets, quantization_block
@@ -146,7 +145,7 @@ def check_tensors(source: Checkpoint, layout: Family) -> None:
 
     Compared are headers and config.json; no tensor is read.
     """
-    _plan(source, mlx_config(layout, source.config), layout)
+    _plan(source, mlx_config(layout, source.config), layout, "mlx")
 
 
 def _deployed_config(source: Checkpoint, layout: Family) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _deployed_config(source: Checkpoint, layout: Family) -> dict[str, Any]:
     config = mlx_config(layout, source.config)
     path = source.directory / "generation_config.json"
     if path.is_file():
-        generation = json.loads(path.read_text(encoding="utf-8"))
+        generation = read_json(path, "copy it from the original model again")
         if generation.get("eos_token_id") is not None:
             config["eos_token_id"] = generation["eos_token_id"]
     return config
