@@ -244,6 +244,8 @@ def _later_problems(prompt: PromptTrace, tier: Tier | None) -> Iterable[str]:
             yield f"{name}: ids {array.min()}..{array.max()}, must lie in 0..{limit - 1}"
         elif not (np.diff(array, axis=-1) > 0).all():
             yield f"{name}: ids of a layer must rise, each once"
+        elif name == "prompt_experts" and (array[-1] != prompt.experts_TLK[0]).any():
+            yield "prompt_experts: the last position isn't what row 0 of experts ran"
 
 
 def _logits_problems(prompt: PromptTrace) -> Iterable[str]:

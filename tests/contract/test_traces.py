@@ -56,6 +56,7 @@ def with_own(trace: ReferenceTrace) -> ReferenceTrace:
     for prompt in trace.prompts:
         shapes = ((len(prompt.prompt_ids_P), LAYERS, EXPERTS), (len(prompt.generated_ids_T), 6, EXPERTS))
         experts, own = (np.sort(np.argsort(random.random(shape), axis=-1)[..., :K], axis=-1) for shape in shapes)
+        experts[-1] = prompt.experts_TLK[0]
         prompts.append(dataclasses.replace(prompt, prompt_experts_PLK=experts, own_TOK=own))
     return dataclasses.replace(trace, prompts=tuple(prompts))
 
@@ -179,6 +180,13 @@ def test_newer_parts_that_cannot_be_true_are_refused(tmp_path, with_own, nano, c
             write_trace(tmp_path / "x", damaged(with_own, **{field: change}), nano)
         assert f"{name}: " in str(error.value)
         assert name != "own" or reason in str(error.value)
+
+
+def test_the_prompts_routing_ends_where_the_rows_begin(tmp_path, with_own, nano):
+    """Catches positions that are shifted, by padding say."""
+    rolled = damaged(with_own, prompt_experts_PLK=lambda a: a[:, ::-1])
+    with pytest.raises(Edge0Error, match="prompt 1: prompt_experts: the last position isn't what row 0"):
+        write_trace(tmp_path / "x", rolled, nano)
 
 
 def test_tied_logits_may_go_either_way(tmp_path, trace, nano):
