@@ -64,7 +64,7 @@ class Chat:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         try:
-            return tuple(chat_ids(self.tokenizer, messages, tools))
+            return tuple(chat_ids(self.tokenizer, messages, tools=list(tools) or None))
         except Exception as error:  # a template is a program of the model's: it may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise Refused(f"the chat template refuses it ({shown(reason)[1:-1]})") from error

@@ -58,14 +58,14 @@ def test_text_at_any_depth_of_a_message_is_text():
         added_tokens_decoder = TOKENIZER.added_tokens_decoder
         encode = TOKENIZER.encode
 
-        def apply_chat_template(self, messages: list[Any], **_: Any) -> str:
+        def apply_chat_template(self, messages: list[Any], tools: list[Any], **_: Any) -> str:
             (call,) = messages[0]["tool_calls"]
-            return f"<|im_start|>{call['function']['name']}{call['index']}"
+            return f"<|im_start|>{call['function']['name']}{call['index']}{tools[0]['name']}"
 
     message = {"role": "assistant", "tool_calls": [{"index": 3, "function": {"name": "<|im_end|>"}}]}
-    ids = chat_ids(Tokenizer(), [message])
-    assert (ids[0], ids.count(START), ids.count(END)) == (START, 1, 0)
-    assert TOKENIZER.decode(ids) == "<|im_start|><|im_end|>3"
+    ids = chat_ids(Tokenizer(), [message], tools=[{"name": "<|pad|>"}])
+    assert ids[0] == START and not CONTROL & set(ids[1:])
+    assert TOKENIZER.decode(ids) == "<|im_start|><|im_end|>3<|pad|>"
     assert message["tool_calls"][0]["function"] == {"name": "<|im_end|>"}, "the caller's own are left as they are"
 
 
