@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import read_json, shown
 from edge0_train.data.conversations import Prompt, Refused
 from edge0_train.data.rows import TextRow
 
@@ -23,13 +23,21 @@ class Chat:
     """A model directory's tokenizer, chat template and end tokens.
 
     Attributes:
-        tokenizer: transformers tokenizer. end_ids: ids that end a reply. pad_id: id for padding (never attended to).
+        tokenizer: transformers tokenizer. control_tokens: the texts of its special tokens.
+        end_ids: ids that end a reply. pad_id: id for padding (never attended to).
     """
 
     def __init__(self, directory: str | Path) -> None:
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # the library raises many types, all for files that are not as they should be
+            reason = shown(" ".join(str(error).split()))[1:-1]
+            raise Edge0Error(
+                f"{directory}: its tokenizer cannot be loaded ({reason}); download its files again"
+            ) from error
+        self.control_tokens = tuple(self.tokenizer.all_special_tokens)
         if not self.tokenizer.chat_template:
             raise Edge0Error(f"{directory}: has no chat template (chat_template.jinja); add the model's")
         self.end_ids = _end_ids(Path(directory), self.tokenizer)
@@ -94,7 +102,7 @@ class Chat:
     def _check_control_tokens(self, prompt: Prompt) -> None:
         """Serving encodes a user's `<|im_end|>` as text, the template here would make it the token."""
         for message in prompt.messages:
-            for token in self.tokenizer.all_special_tokens:
+            for token in self.control_tokens:
                 if token in message["content"]:
                     raise Refused(f"a message with the control token {shown(token)}")
 
@@ -121,11 +129,14 @@ def _without(messages: Sequence[Mapping[str, Any]], name: str) -> list[dict[str,
 
 def _end_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     """End tokens of the generation config, or else the tokenizer's."""
-    ends: Any = None
-    if (directory / "generation_config.json").is_file():
-        ends = GenerationConfig.from_pretrained(str(directory)).eos_token_id
+    file, ends = directory / "generation_config.json", None
+    if file.exists():
+        ends = read_json(file, "download it again").get("eos_token_id")
     if ends is None:
         ends = tokenizer.eos_token_id
     if ends is None:
         raise Edge0Error(f"{directory}: names no end token (generation_config.json or tokenizer); add eos_token_id")
-    return tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
+    ids = ends if isinstance(ends, list) else [ends]
+    if not ids or any(type(token) is not int or token < 0 for token in ids):
+        raise Edge0Error(f"{file}: eos_token_id: {shown(ends)} is not an id, or a list of ids; download it again")
+    return tuple(ids)
