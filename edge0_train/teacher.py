@@ -98,7 +98,7 @@ def _check_vocabulary(config: Config, directory: Path) -> int:
     if config.dry_run and not (directory / "tokenizer.json").is_file():
         return 0
     check_tokenizer(config)
-    ids = 1 + max(Chat(directory).tokenizer.get_vocab().values())
+    ids: int = 1 + max(Chat(directory).tokenizer.get_vocab().values())
     vocabulary = config.tier.architecture["vocab_size"]
     if ids > vocabulary:
         raise Edge0Error(
