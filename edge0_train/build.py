@@ -87,7 +87,7 @@ def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
-    found = read_model_config(file, layout)
+    found = read_model_config(file, layout, "base.directory")
     described = Checkpoint(file.parent, found, {})
     described.check_architecture(config.tier)
     model = empty_model(described.text_config(), layout, DTYPES[config.base.dtype])

@@ -42,7 +42,7 @@ def check_teacher(config: Config) -> str:
     if not (directory / "config.json").is_file():
         lacks = "has no config.json" if directory.is_dir() else "is no directory"
         raise Edge0Error(f"{where} {lacks}; give the transformers directory of {tier.model}")
-    found = read_model_config(directory / "config.json", tier.layout)
+    found = read_model_config(directory / "config.json", tier.layout, "teacher.directory")
     if is_quantised(found):
         raise Edge0Error(f"{where} is quantised; give the original in bfloat16 or float32, as phase=quantize reads it")
     described = Checkpoint(directory, found, {})
@@ -67,8 +67,9 @@ def check_teacher(config: Config) -> str:
 
 def vocabulary_cut(config: Config) -> int | None:
     """The tier's vocabulary, where the teacher's is padded beyond it; None where they are equal."""
-    file, layout = Path(config.teacher.directory) / "config.json", config.tier.layout
-    return _cut(config, Checkpoint(file.parent, read_model_config(file, layout), {}).text_config())
+    file = Path(config.teacher.directory) / "config.json"
+    found = read_model_config(file, config.tier.layout, "teacher.directory")
+    return _cut(config, Checkpoint(file.parent, found, {}).text_config())
 
 
 def _cut(config: Config, text_config: Mapping[str, Any]) -> int | None:
@@ -97,7 +98,8 @@ def _check_vocabulary(config: Config, directory: Path) -> int:
     if config.dry_run and not (directory / "tokenizer.json").is_file():
         return 0
     check_tokenizer(config)
-    ids, vocabulary = len(Chat(directory).tokenizer), config.tier.architecture["vocab_size"]
+    ids: int = 1 + max(Chat(directory).tokenizer.get_vocab().values())
+    vocabulary = config.tier.architecture["vocab_size"]
     if ids > vocabulary:
         raise Edge0Error(
             f"teacher.directory: the tokenizer of {directory} has {ids:,} ids, but tier {config.tier.name} a vocabulary of"

@@ -80,7 +80,7 @@ class Provenance:
         phases: the chain of runs, first to last.
         base_fingerprint: `Checkpoint.fingerprint()` of the base that it was trained on, and is bound to.
         tokenizer_hash, template_hash: of the base's directory; no template is None.
-        teacher: None where no teacher took part (heads are distilled from the base's own routers).
+        teacher: who wrote the rows that were trained on, or scored them; None where no teacher took part.
         data: None where the run made its own text.
         prerouter_sha256: LoRA only: hash of the prerouter file it was trained with; None if trained without
             heads.

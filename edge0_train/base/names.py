@@ -45,16 +45,20 @@ def mlx_config(layout: Family, config: Config) -> dict[str, Any]:
     return layout.mlx_config(config, lambda kind, fields: own_fields(AutoConfig.for_model(kind, **fields)))
 
 
-def read_model_config(file: Path, layout: Family) -> dict[str, Any]:
-    """`mlx_config` of a config.json. Raises Edge0Error naming the file: it is not JSON, or not a config of that family."""
+def read_model_config(file: Path, layout: Family, setting: str) -> dict[str, Any]:
+    """`mlx_config` of the config.json that `setting` leads to. Raises Edge0Error: it is not JSON, or not of that family."""
     found = read_json(file, "download it again")
     if not layout.describes(found):
         kind = shown(found.get("model_type"))
-        raise Edge0Error(f"{file}: is of model_type {kind}, not of {layout.name}; choose the matching tier or model")
+        raise Edge0Error(
+            f"{setting}: {file} is of model_type {kind}, not of {layout.name}; choose the matching tier or model"
+        )
     try:
         return mlx_config(layout, found)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise Edge0Error(f"{file}: not a {layout.name} model's config.json ({error}); download it again") from error
+        raise Edge0Error(
+            f"{setting}: {file} is not a {layout.name} model's config.json ({error}); download it again"
+        ) from error
 
 
 def is_quantised(config: Config) -> bool:

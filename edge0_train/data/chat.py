@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.model_files import check_library_files, end_ids, read_generation_config
 from edge0_runtime.contract.prompts import chat_ids
 from edge0_train.data.conversations import Prompt, Refused
 from edge0_train.data.rows import TextRow
@@ -24,16 +25,24 @@ class Chat:
     """A model directory's tokenizer, chat template and end tokens.
 
     Attributes:
-        tokenizer: transformers tokenizer. end_ids: ids that end a reply. pad_id: id for padding (never attended to).
+        tokenizer: transformers tokenizer. control_tokens: the texts of its special tokens.
+        end_ids: ids that end a reply. pad_id: id for padding (never attended to).
     """
 
     def __init__(self, directory: str | Path) -> None:
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
-        # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
+        check_library_files(Path(directory))
+        try:
+            # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the library raises many types, all for files that are not as they should be
+            reason = shown(" ".join(str(error).split()))[1:-1]
+            raise Edge0Error(
+                f"{directory}: its tokenizer cannot be loaded ({reason}); download its files again"
+            ) from error
         if not self.tokenizer.chat_template:
             raise Edge0Error(f"{directory}: has no chat template (chat_template.jinja); add the model's")
         self.end_ids = _end_ids(Path(directory), self.tokenizer)
@@ -110,11 +119,7 @@ def _without(messages: Sequence[Mapping[str, Any]], name: str) -> list[dict[str,
 
 def _end_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     """End tokens of the generation config, or else the tokenizer's."""
-    ends: Any = None
-    if (directory / "generation_config.json").is_file():
-        ends = GenerationConfig.from_pretrained(str(directory)).eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    if ends is None:
+    ends = end_ids(read_generation_config(directory)) or end_ids({"eos_token_id": tokenizer.eos_token_id})
+    if not ends:
         raise Edge0Error(f"{directory}: names no end token (generation_config.json or tokenizer); add eos_token_id")
-    return tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
+    return tuple(ends)

@@ -87,7 +87,7 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         DataSource(hash_files(sorted(run.directory.glob("round-*/rollout-*.jsonl"))), rows * rounds),
         {"prerouter": student.prerouter, "lora": student.lora},
         prerouter_sha256=student.prerouter.sha256 if student.prerouter else None,
-        teacher=identify_teacher(config.teacher.directory),
+        teacher=identify_teacher(config.teacher.directory) if PartialState().is_main_process else None,
     )
     health = [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]
     return {**result, "rounds": health, **prompts.to_dict()}

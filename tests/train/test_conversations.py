@@ -70,6 +70,23 @@ def shown(chat: Chat, row: Any) -> str:
     return chat.tokenizer.decode(list(chat.prompt_ids(read_prompt(row)[0])))
 
 
+DAMAGED = {
+    "tokenizer.json": ["", "{", "[]", '{"model": 3}'],
+    "generation_config.json": ["{", "[]", '{"eos_token_id": [[1]]}', '{"eos_token_id": "2"}', '{"eos_token_id": []}'],
+    "chat_template.jinja": [""],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, text) for name, texts in DAMAGED.items() for text in texts])
+def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path, name, content):
+    directory = tmp_path / "teacher"
+    shutil.copytree(TEACHER, directory)
+    (directory / name).write_text(content)
+    with pytest.raises(Edge0Error, match="teacher") as error:
+        Chat(directory)
+    assert len(str(error.value)) < 1000
+
+
 # -- fields ------------------------------------------------------------------------------------------------------------
 
 
@@ -218,3 +235,22 @@ def test_what_reads_like_a_control_token_in_a_message_is_text(plain):
     end = plain.tokenizer.convert_tokens_to_ids("<|im_end|>")
     said, quoted = (plain.prompt_ids(Prompt(({"role": "user", "content": text},))) for text in ("ab", "a<|im_end|>b"))
     assert quoted.count(end) == said.count(end) == 1
+
+
+def test_the_order_of_fields_neither_doubles_a_prompt_nor_moves_it_to_the_other_side():
+    """Parquet and JSON hold the fields of a struct in orders of their own."""
+    call, tool = ({"function": {"name": "add", "x": 1}, "type": "function"}, {"type": "function", "function": {"a": 1}})
+    turns = (
+        {**ASK, "tool_calls": [call], "name": "n"},
+        {"name": "n", "tool_calls": [_reversed(call)], **_reversed(ASK)},
+    )
+    one, other = (
+        Prompt((turn,), tools=(described,)) for turn, described in zip(turns, (tool, _reversed(tool)), strict=True)
+    )
+    assert one.text == other.text
+    plain = ({"role": "user", "content": "Zoë"}, {"role": "assistant", "content": "\u2028"})
+    assert Prompt(plain).text == json.dumps(plain, ensure_ascii=False)  # as versions before wrote it
+
+
+def _reversed(value: Any) -> Any:
+    return {name: _reversed(inner) for name, inner in reversed(value.items())} if isinstance(value, dict) else value

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "codes for values": (of(tensors=with_codes), "layers.3.mlp.gate.weight: I32"),
     "quantised by its config": (of(quantization_config=FP8), "is quantised; give the original"),
     "not JSON": (config_text("{"), "config.json: not strict JSON"),
-    "not a model": (of(layer_types=3), "config.json: not a qwen3_5_moe model's config.json"),
+    "not a model": (of(layer_types=3), "config.json is not a qwen3_5_moe model's config.json"),
 }
 
 
@@ -102,7 +102,8 @@ def test_a_teacher_that_does_not_fit_is_refused_at_the_start(make_config: Make, 
     make, reason = WRONG[name]
     config = make_config(
         phase, f"teacher.directory={make(tmp_path / 'teacher')}", f"run_dir={tmp_path / 'run'}", f"dry_run={dry_run}",
-        f"base.source={TEACHER}",
+        f"base.source={TEACHER}", "sample.prompts=4", "sample.eval_prompts=4", "sample.max_new_tokens=2", "optim.steps=4",
+        "optim.rows=2",
     )  # fmt: skip
     with pytest.raises(Edge0Error, match=f"(?s){reason}"):
         PHASES[phase](config, Run(tmp_path / "run", config))
