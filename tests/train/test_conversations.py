@@ -72,7 +72,7 @@ def shown(chat: Chat, row: Any) -> str:
 
 DAMAGED = {
     "tokenizer.json": ["", "{", "[]", '{"model": 3}'],
-    "generation_config.json": ["{", "[]", '{"eos_token_id": [[1]]}', '{"eos_token_id": "2"}', '{"eos_token_id": []}'],
+    "generation_config.json": ["{", "[]", '{"eos_token_id": [[1]]}', '{"eos_token_id": "2"}'],
     "chat_template.jinja": [""],
 }
 
