@@ -208,7 +208,7 @@ def read_adapter(path: str | Path, kind: Kind, fallback_tier: Tier | None = None
     for key, value in expected.items():
         if not _same_value(header.metadata.get(key), value):
             actual = shown(header.metadata.get(key))
-            problems.append(f"metadata {key}: {actual} in the file, {value!r} by {what}")
+            problems.append(f"metadata {key}: {actual} in the file, {shown(value)} by {what}")
 
     problems += _key_problems(kind, tier, {key: entry.shape for key, entry in header.entries.items()})
     sha256 = sha256_file(path)  # before the tensors: reading those fails if the file is replaced meanwhile

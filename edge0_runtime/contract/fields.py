@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from edge0_runtime.contract.base_config import shown_name
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import shown
 
 MAX_COUNT = 2**20
 """Bound on what a stranger's file may ask us to build."""
@@ -17,9 +19,9 @@ MAX_COUNT = 2**20
 def check_fields(where: str, cls: type, data: Mapping[str, Any]) -> None:
     """Raise Edge0Error unless `data` has exactly the fields of the dataclass `cls` (those with a default may be absent)."""
     if not isinstance(data, Mapping):
-        raise Edge0Error(f"{where}: {data!r} is not a mapping of fields to values")
+        raise Edge0Error(f"{where}: {shown(data)} is not a mapping of fields to values")
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(data) - set(fields))
+    unknown = sorted(shown_name(str(name)) for name in set(data) - set(fields))
     missing = sorted(n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in data)
     if unknown or missing:
         parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
@@ -34,7 +36,7 @@ def layers(field: str, value: Any) -> tuple[int, ...]:
             return tuple(range(first, last + 1))
     elif isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
         return tuple(value)
-    raise Edge0Error(f"tier.{field}: {value!r} is neither a list of layer indices nor {{first: N, last: M}}")
+    raise Edge0Error(f"tier.{field}: {shown(value)} is neither a list of layer indices nor {{first: N, last: M}}")
 
 
 def runs(numbers: Iterable[int]) -> str:
@@ -52,7 +54,7 @@ def text(field: str, value: Any) -> str:
     """A plain name: it becomes part of file names and messages, and tiers are read from strangers' files."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
         raise Edge0Error(
-            f"tier.{field}: {value!r} is not a plain name of letters, digits, dots, dashes and underscores"
+            f"tier.{field}: {shown(value)} is not a plain name of letters, digits, dots, dashes and underscores"
         )
     return value
 
@@ -60,32 +62,34 @@ def text(field: str, value: Any) -> str:
 def texts(field: str, value: Any) -> tuple[str, ...]:
     """A list of plain names."""
     if not isinstance(value, (list, tuple)):
-        raise Edge0Error(f"tier.{field}: {value!r} is not a list")
+        raise Edge0Error(f"tier.{field}: {shown(value)} is not a list")
     return tuple(text(field, one) for one in value)
 
 
 def count(field: str, value: Any, least: int = 1) -> int:
     """A whole number in least..MAX_COUNT; true and 1.0 are none."""
     if type(value) is not int or not least <= value <= MAX_COUNT:
-        raise Edge0Error(f"tier.{field}: {value!r} is not a whole number of at least {least} (and at most {MAX_COUNT})")
+        raise Edge0Error(
+            f"tier.{field}: {shown(value)} is not a whole number of at least {least} (and at most {MAX_COUNT})"
+        )
     return value
 
 
 def positive(field: str, value: Any) -> float:
     """A finite number above 0, as a float."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise Edge0Error(f"tier.{field}: {value!r} is not a number larger than 0")
+        raise Edge0Error(f"tier.{field}: {shown(value)} is not a number larger than 0")
     return float(value)
 
 
 def flag(field: str, value: Any) -> bool:
     """true or false; 0 and 1 are neither."""
     if type(value) is not bool:
-        raise Edge0Error(f"tier.{field}: {value!r} is neither true nor false")
+        raise Edge0Error(f"tier.{field}: {shown(value)} is neither true nor false")
     return value
 
 
 def choice(field: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise Edge0Error, which lists what is `allowed`, for anything else."""
     if value not in allowed:
-        raise Edge0Error(f"tier.{field}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+        raise Edge0Error(f"tier.{field}: {shown(value)} is unknown; choose one of {', '.join(allowed)}")

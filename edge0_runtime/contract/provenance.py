@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import shown
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -61,14 +62,14 @@ class PhaseRecord:
     time: str
 
     def __post_init__(self) -> None:
-        where = f"provenance.phases ({self.phase})"
+        where = f"provenance.phases ({shown(self.phase)})"
         _texts(where, self, "phase", "run_id")
         _counts(where, self, "seed", "steps", "tokens", "rows")
         _times(where, self, "time")
         if not _maps_names_to(_is_sha256, self.parents):
-            raise Edge0Error(f"{where}: parents: {self.parents!r} must map names to sha256 hashes")
+            raise Edge0Error(f"{where}: parents: {shown(self.parents)} must map names to sha256 hashes")
         if not _maps_names_to(_is_finite, self.metrics):
-            raise Edge0Error(f"{where}: metrics: {self.metrics!r} must map names to finite numbers")
+            raise Edge0Error(f"{where}: metrics: {shown(self.metrics)} must map names to finite numbers")
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,14 @@ class Provenance:
             ("base_config", self.base_config is None or _maps_names_to(_is_json, self.base_config)),
         ):
             if not ok:
-                raise Edge0Error(f"provenance.{field}: {getattr(self, field)!r} is not of the record's types")
+                raise Edge0Error(f"provenance.{field}: {shown(getattr(self, field))} is not of the record's types")
         for field in ("base_fingerprint", "tokenizer_hash", "template_hash", "prerouter_sha256"):
             value = getattr(self, field)
             optional = field in ("template_hash", "prerouter_sha256")
             if not (_is_sha256(value) or (optional and value is None)):
                 raise Edge0Error(
-                    f"provenance.{field}: {value!r} is not a sha256 (64 hexadecimal digits)" + " or null" * optional
+                    f"provenance.{field}: {shown(value)} is not a sha256 (64 hexadecimal digits)"
+                    + " or null" * optional
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class Provenance:
         """Read a record: every field must be there, base_config aside, and no other. Raises Edge0Error naming field and value."""
         fields = _fields("provenance", cls, data)
         if not isinstance(fields["phases"], list):
-            raise Edge0Error(f"provenance.phases: {fields['phases']!r} is not a list")
+            raise Edge0Error(f"provenance.phases: {shown(fields['phases'])} is not a list")
         fields["phases"] = tuple(PhaseRecord(**_fields("provenance.phases", PhaseRecord, p)) for p in fields["phases"])
         if fields["teacher"] is not None:
             fields["teacher"] = Teacher(**_fields("provenance.teacher", Teacher, fields["teacher"]))
@@ -150,7 +152,7 @@ def _fields(where: str, cls: type, data: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(cls)]
     later = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
     if not isinstance(data, Mapping) or set(data) | later != set(names):
-        raise Edge0Error(f"{where}: must have exactly the fields {', '.join(names)}; it is {data!r}")
+        raise Edge0Error(f"{where}: must have exactly the fields {', '.join(names)}; it is {shown(data)}")
     return dict(data)
 
 
@@ -158,14 +160,14 @@ def _texts(where: str, record: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(record, field)
         if not isinstance(value, str) or not value:
-            raise Edge0Error(f"{where}.{field}: {value!r} is not a text")
+            raise Edge0Error(f"{where}.{field}: {shown(value)} is not a text")
 
 
 def _counts(where: str, record: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(record, field)
         if type(value) is not int or value < 0:
-            raise Edge0Error(f"{where}.{field}: {value!r} is not a whole number of at least 0")
+            raise Edge0Error(f"{where}.{field}: {shown(value)} is not a whole number of at least 0")
 
 
 def _times(where: str, record: Any, *fields: str) -> None:
@@ -176,7 +178,7 @@ def _times(where: str, record: Any, *fields: str) -> None:
         except (TypeError, ValueError):
             zone = None
         if zone is None:
-            raise Edge0Error(f"{where}.{field}: {value!r} is not an ISO 8601 time with time zone")
+            raise Edge0Error(f"{where}.{field}: {shown(value)} is not an ISO 8601 time with time zone")
 
 
 def _maps_names_to(test: Callable[[Any], bool], value: Any) -> bool:

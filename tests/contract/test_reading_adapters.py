@@ -122,6 +122,7 @@ def test_a_damaged_contract_is_refused_even_with_a_fallback(document, written, n
         ("provenance", "base_fingerprint", "abc"), ("provenance", "extra", 1), ("provenance", "teacher", {"id": "x"}),
         ("provenance", "created", "yesterday"), ("provenance", "created", "2026-01-02T03:04:05"),
         ("provenance", "data", {"fingerprint": "f", "rows": -1}), ("provenance", "prerouter_sha256", OTHER.upper()),
+        ("provenance", "base_config", []), ("provenance", "base_config", {"a": {"b": 1}}),
     ],
 )  # fmt: skip
 def test_a_contract_with_a_wrong_field_is_refused(part, field, value, written):
@@ -129,6 +130,21 @@ def test_a_contract_with_a_wrong_field_is_refused(part, field, value, written):
     document = json.loads(read_header(path).metadata["edge0"])
     document[part][field] = value
     assert "not a valid contract" in refusal(read_adapter, replaced(path, "edge0", json.dumps(document)), "lora")
+
+
+TIER_FIELDS = ("name", "k", "family", "head", "owners", "lora", "first_token", "token_aware", "\x1b[31m")
+RECORD_FIELDS = ("commit", "phases", "created", "base_fingerprint", "teacher", "base_config", "\x1b[31m")
+
+
+@pytest.mark.parametrize(
+    ("part", "field"), [*(("tier", field) for field in TIER_FIELDS), *(("provenance", field) for field in RECORD_FIELDS)]
+)  # fmt: skip
+def test_what_a_refusal_shows_of_a_strangers_value_is_escaped_and_cut(part, field, written):
+    path, value = written("lora"), "\x1b[31m" * 99_999
+    document = json.loads(read_header(path).metadata["edge0"])
+    document[part][field] = [value] if field == "owners" else value
+    text = refusal(read_adapter, replaced(path, "edge0", json.dumps(document)), "lora")
+    assert "\x1b" not in text and len(text) < 2_000
 
 
 def test_a_contract_with_an_extra_part_is_refused(written):
