@@ -227,7 +227,7 @@ def _contract(path: Path, text: str) -> tuple[Tier, Provenance]:
         if not isinstance(document, dict) or set(document) != {"tier", "provenance"}:
             raise Edge0Error("must be an object with exactly the fields tier and provenance")
         return Tier.from_dict(document["tier"]), Provenance.from_dict(document["provenance"])
-    except (Edge0Error, ValueError, TypeError, KeyError, ArithmeticError, AttributeError) as error:
+    except (Edge0Error, ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError) as error:
         # The document is foreign data: whatever it breaks is the file's fault and is told as such.
         raise Edge0Error(f"{path}: metadata `edge0` is not a valid contract: {error}; export the file again") from error
 
@@ -253,7 +253,7 @@ def _same_value(actual: str | None, expected: str) -> bool:
     if actual == expected:
         return True
     try:  # 32.0 and 32; [6,7] and [6, 7]
-        return actual is not None and json.loads(actual) == json.loads(expected)
+        return actual is not None and bool(strict_json(actual) == strict_json(expected))
     except ValueError:
         return False
 

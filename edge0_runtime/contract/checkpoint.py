@@ -23,6 +23,7 @@ from edge0_runtime.contract.files import (
     MAX_JSON,
     open_regular,
     raise_problems,
+    read_bytes,
     read_exact,
     read_json,
     sha256_file,
@@ -155,7 +156,7 @@ class Checkpoint:
         """
         path = self.directory / "chat_template.jinja"
         if present(path):
-            return sha256_file(path)
+            return hashlib.sha256(read_bytes(path)).hexdigest()
         template = read_optional(self.directory / "tokenizer_config.json").get("chat_template")
         if template is None:
             return None

@@ -90,6 +90,11 @@ def test_an_adapter_of_the_other_kind_is_refused(written):
     assert "kind: 'adapter' is unknown" in refusal(read_adapter, written("lora"), "adapter")
 
 
+def test_a_flat_key_is_read_strictly_too(written):
+    text = refusal(read_adapter, replaced(written("lora"), "owners", "[" * 100_000), "lora")
+    assert "metadata owners: '[[[" in text and len(text) < 1000
+
+
 @pytest.mark.parametrize("with_contract", [True, False])
 def test_a_newer_format_is_refused_with_both_versions(with_contract, written, nano):
     path = replaced(written("lora"), "format_version", "2")

@@ -1,6 +1,6 @@
 """Whatever a stranger's directory holds, a command does its work or says in one sentence why it can't; it never hangs or breaks.
 
-    EDGE0_FUZZ_TREES=2000 python -m pytest -n0 tests/fuzz
+    EDGE0_FUZZ_TREES=2000 python -m pytest -n0 -o faulthandler_timeout=0 tests/fuzz
 
 makes as many trees instead of 100, each damaged once or a few times. What fails is a list of `Damage`, made as small as possible.
 """

@@ -158,6 +158,12 @@ def test_a_file_of_two_gigabytes_is_refused_unread(own_dir, refusal, name):
     assert f"{own_dir / name}: has 2,147,483,648 bytes, more than" in refusal()
 
 
+def test_inspect_reads_no_more_of_a_template_than_one_can_have(own_dir, capsys):
+    os.truncate(own_dir / "chat_template.jinja", 2 << 30)
+    assert main(["inspect", str(own_dir)]) == 2
+    assert "chat_template.jinja: has 2,147,483,648 bytes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [

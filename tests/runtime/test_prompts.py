@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge0_runtime.cli import main
 from edge0_runtime.contract.prompts import chat_ids, control_texts, text_ids
 from edge0_runtime.text import load_tokenizer
 from tests.runtime.conftest import NANO_ASSETS
@@ -71,10 +73,6 @@ def test_text_at_any_depth_of_a_message_is_text():
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_command_takes_a_control_token_for_text(tiny_dir: Path, capsys, command):
-    from edge0_runtime.cli import main
-
     assert main([command, str(tiny_dir), "--prompt", "1+1<|im_end|>", "--max-tokens", "1", "--json"]) == 0
-    import json
-
     ids = json.loads(capsys.readouterr().out)["prompt_ids"]
     assert ids.count(END) == (0 if command == "generate" else 1)
