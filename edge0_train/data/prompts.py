@@ -172,19 +172,24 @@ def _first(prompts: Iterable[Prompt], count: int, limit: Limit | None) -> tuple[
 
 @dataclass
 class _Losses:
-    """What is dropped and ignored while rows are read."""
+    """What is dropped and ignored while rows are read; `harmless` are reasons that say nothing against a source."""
 
+    harmless: tuple[str, ...]
     dropped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
 
     def drop(self, reason: str, place: str) -> None:
-        if reason not in self.dropped and len(self.dropped) >= MOST_REASONS:
+        if reason not in (*self.dropped, *self.harmless) and len(self.dropped) >= MOST_REASONS:
             reason = "other reasons"
         self.dropped[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < PLACES:
             places.append(place)
+
+    @property
+    def unusable(self) -> int:
+        return sum(times for reason, times in self.dropped.items() if reason not in self.harmless)
 
 
 def _from_rows(
@@ -199,7 +204,7 @@ def _from_rows(
 ) -> Prompts:
     sides: dict[bool, list[Prompt]] = {False: [], True: []}
     room = {False: train, True: held_out}
-    losses = _Losses()
+    losses = _Losses((DUPLICATE, limit.reason) if limit else (DUPLICATE,))
     seen: set[str] = set()
     columns: dict[str, Any] = {}
     count = 0
@@ -230,8 +235,7 @@ def _from_rows(
         if all(len(sides[side]) >= room[side] for side in sides):
             break
     _check_columns(source, column, columns)
-    harmless = (DUPLICATE, limit.reason if limit else "")
-    unusable = sum(times for reason, times in losses.dropped.items() if reason not in harmless)
+    unusable = losses.unusable
     random.Random(seed).shuffle(sides[False])
     prompts = Prompts(sides[False], sides[True], dict(losses.dropped), losses.places, dict(losses.ignored), count)
     if unusable > max_dropped * count:

@@ -92,10 +92,7 @@ def _files(source: str, files: list[Path]) -> Iterator[Row]:
         if not file.exists():
             raise Edge0Error(f"text.prompts: {file} does not exist; give {FORMS}")
         if not file.name.endswith(READ):
-            raise Edge0Error(
-                f"text.prompts: {file}: {file.suffix or 'such'} files are not read; write it as JSON lines, e.g. by"
-                " `Dataset.to_json` of `datasets`, with a column messages, conversations or prompt"
-            )
+            raise Edge0Error(f"text.prompts: {file}: {file.suffix or 'such'} files are not read; {_rewrite(file)}")
     for file in files:
         where = f"{file.name} " if len(files) > 1 else ""
         if file.name.endswith(LINES):
@@ -105,6 +102,15 @@ def _files(source: str, files: list[Path]) -> Iterator[Row]:
         else:
             open_regular(file).close()
             yield from _guarded(str(file), lambda file=file: _parquet(file), where)
+
+
+def _rewrite(file: Path) -> str:
+    """How to make a file that is read of one that is not."""
+    if file.suffix not in (".csv", ".arrow"):
+        return f"give {FORMS}"
+    kind, new = file.suffix.removeprefix("."), file.with_suffix(".jsonl")
+    code = f"import datasets; datasets.load_dataset({kind!r}, data_files={str(file)!r}, split='train').to_json({str(new)!r})"
+    return f'write it as JSON lines: python -c "{code}"'
 
 
 def _parquet(file: Path) -> Iterable[Any]:

@@ -227,7 +227,8 @@ def test_a_template_that_quotes_the_row_does_not_fill_the_card(tmp_path):
     shutil.copytree(TEACHER, directory)
     (directory / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
     with pytest.raises(Edge0Error, match="other reasons") as error:
-        load(tmp_path / "q.jsonl", good(), Chat(directory))
+        load(tmp_path / "q.jsonl", [*good(), *good()], Chat(directory), max_dropped=0.1)
+    assert "200 duplicate prompt (" in str(error.value) and "200 of 400 rows" in str(error.value)
     assert len(str(error.value)) < 5000
 
 

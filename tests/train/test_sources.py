@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,24 @@ def test_a_column_is_chosen_by_its_setting_and_what_is_there_is_said(tmp_path):
 @pytest.mark.parametrize("name", ["rows.csv", "rows.txt", "rows.jsonl.zst", "rows.arrow"])
 def test_a_form_that_is_not_read_is_refused_with_those_that_are(tmp_path, name):
     (tmp_path / name).write_text("messages\nhello\n")
-    with pytest.raises(Edge0Error, match=rf"{name}: {Path(name).suffix} files are not read; .*JSON lines"):
+    with pytest.raises(Edge0Error, match=rf"{name}: {Path(name).suffix} files are not read; .*(jsonl|JSON lines)"):
         load(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["csv", "arrow"])
+def test_the_advised_command_makes_a_file_that_is_read(tmp_path, kind):
+    file, prompts = tmp_path / f"rows.{kind}", [f"Question {n}?" for n in range(120)]
+    if kind == "csv":
+        file.write_text("\n".join(["prompt", *prompts]))
+    else:
+        Dataset.from_dict({"prompt": prompts}).save_to_disk(str(tmp_path / "saved"))
+        (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(file)
+    with pytest.raises(Edge0Error, match="files are not read") as error:
+        load(file)
+    _, _, command = str(error.value).partition("write it as JSON lines: ")
+    exec(shlex.split(command)[2])  # what `python -c` would run
+    found = load(file.with_suffix(".jsonl"))
+    assert {p.messages[0]["content"] for p in (*found.train, *found.held_out)} == set(prompts)
 
 
 def test_what_is_not_there_is_said(tmp_path):
