@@ -132,7 +132,7 @@ def test_the_value_is_the_plain_kl_over_consumers_and_predicted_inputs(make_conf
 
 
 def test_the_gradient_reaches_lora_and_joint_heads_and_is_the_slope(make_config):
-    """Through the consumers' routers and through the heads' features: all LoRA before the last one of them, all heads that route."""
+    """Through the consumers' routers and the heads' features: all LoRA before the last of them, all heads that route."""
     config, path = make_path(make_config)
     batch = collate(task_rows("train", 1), 0)
     frozen = gradients(lora_parameters(path), divergence(path, batch))
