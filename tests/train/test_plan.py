@@ -53,9 +53,9 @@ def test_a_sketch_gives_the_plan_of_the_loaded_model(make_config, joint):
     plan = _plan(config, sketch, rows)
     assert plan == _plan(config, loaded, rows)
     lora = sum(a * b for a, b in config.tier.lora_tensors().values())
-    heads = sum(a * b for a, b in config.tier.head_tensors().values())
-    total = sum(p.numel() for p in loaded.model.parameters()) + heads
-    trained = lora + (heads if joint else 0)
+    head = sum(a * b for a, b in config.tier.head_parts.values())
+    total = sum(p.numel() for p in loaded.model.parameters()) + head * len(config.tier.owners)
+    trained = lora + (head * len(config.tier.consumers) if joint else 0)
     assert plan["parameters"] == f"{trained:,} trainable, {total - trained:,} frozen"
     mean = sum(row.length - 1 for row in task_rows("train", 48)) / 48
     assert f"6 rows x {mean:.1f} tokens = {6 * mean:,.0f}" in plan["step"]
