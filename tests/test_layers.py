@@ -30,15 +30,16 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     "edge0_train": (
-        ("base", "checkpoint", "best", "config"),  # the int4 base in torch; what is kept of a run; settings
+        ("base", "checkpoint", "best", "config", "foreign", "locking", "stopping"),  # the int4 base in torch; settings
         ("student", "run", "report"),  # the student path, which knows no settings; run directory; what is printed
-        ("data",),  # text rows; they are written by a student or teacher
+        ("data", "tracking"),  # text rows, which are written by a student or teacher; W&B
         ("losses", "loop"),
         ("adapters", "plan"),  # files between phases; what is said before step 1
         ("build", "synthetic", "propose"),  # from settings to models
         ("objectives",),
         ("measure",),
         ("phases",),
+        ("sweep",),
         ("cli",),
         ("__main__",),
     ),
