@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -50,6 +51,8 @@ VOLATILE = frozenset(name for name, setting in all_settings().items() if setting
 
 DESCRIPTION = frozenset({"config.yaml", "environment.json", "inputs.json", "lock", "wandb.json", "wandb"})
 """What a run directory holds before anything has happened in it."""
+TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+"""What `atomic_replace` leaves half-written when its process is killed."""
 CONTINUE = "and continue with resume=true"
 RESTORE_CONFIG = "restore it, or choose another run_dir: without its settings a run cannot continue"
 MEND_METRICS = f"delete that line, {CONTINUE}"
@@ -227,6 +230,9 @@ def _open_directory(config: Config) -> int:
             write_text(saved, yaml.safe_dump(to_dict(config), sort_keys=False))
         elif config.resume:
             _same_config(read_yaml(saved, RESTORE_CONFIG), to_dict(config), directory)
+            for path in directory.rglob(".*.tmp"):
+                if TEMPORARY.fullmatch(path.name):
+                    path.unlink()
         else:
             raise Edge0Error(
                 f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
@@ -239,12 +245,7 @@ def _open_directory(config: Config) -> int:
 def is_unused(directory: Path) -> bool:
     """Whether nothing has happened in a run directory: there is no file but those that describe the run."""
     files = (path.relative_to(directory) for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())
-    return all(file.parts[0] in DESCRIPTION or _is_temporary(file.parts[0]) for file in files)
-
-
-def _is_temporary(name: str) -> bool:
-    """A description that a killed process has left half-written (`atomic_replace`)."""
-    return name.endswith(".tmp") and any(name.startswith(f".{whole}.") for whole in DESCRIPTION)
+    return all(file.parts[0] in DESCRIPTION or TEMPORARY.fullmatch(file.name) for file in files)
 
 
 def my_share(items: Sequence[T]) -> Sequence[T]:

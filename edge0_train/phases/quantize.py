@@ -11,10 +11,13 @@ teacher, at K=4 .0076.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Tier
 from edge0_train.base import quantize_checkpoint
 from edge0_train.config import Config
 from edge0_train.report import print_plan
@@ -33,4 +36,24 @@ def quantize(config: Config, run: Run) -> dict[str, Any]:
     print_plan(config, {"source": f"{source} ({model_type})", "target": str(target)})
     if config.dry_run:
         return {}
-    return quantize_checkpoint(source, target, config.tier)
+    if not config.resume:
+        return quantize_checkpoint(source, target, config.tier)
+    for partial in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+        shutil.rmtree(partial)
+    return (
+        _compared(source, target, config.tier) if target.exists() else quantize_checkpoint(source, target, config.tier)
+    )
+
+
+def _compared(source: Path, target: Path, tier: Tier) -> dict[str, Any]:
+    """A run may be killed after its base has appeared and before its done.json: is `target` what `source` makes?"""
+    again = target.with_name(f".{target.name}.again.tmp")
+    try:
+        summary = quantize_checkpoint(source, again, tier)
+        if Checkpoint.open(again).fingerprint() != Checkpoint.open(target).fingerprint():
+            raise Edge0Error(
+                f"base.directory: {target} exists and is not what {source} makes; delete it or name another one"
+            )
+        return summary
+    finally:
+        shutil.rmtree(again, ignore_errors=True)
