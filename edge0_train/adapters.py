@@ -15,6 +15,7 @@ import numpy as np
 from accelerate import PartialState
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter, write_adapter
+from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file
@@ -67,6 +68,12 @@ def describe_inputs(config: Config) -> str:
         except Edge0Error:
             found.append(f"{kind} auto (not written yet)")
     return "\n".join(found)
+
+
+def check_together(base_fingerprint: str, prerouter: Adapter | None, lora: Adapter | None) -> None:
+    """Raise Edge0Error unless base and adapters were made for each other (`check_binding`)."""
+    fix = "set inputs.prerouter and inputs.lora to files of one training, and base.directory to the base that it had"
+    check_binding(base_fingerprint, prerouter, lora, fix=fix)
 
 
 def read_input(config: Config, kind: Kind, value: str) -> Adapter | None:

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from edge0_runtime.contract.artifacts import Adapter
-from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file, strict_json
-from edge0_train.adapters import BaseInfo, base_info, read_input
+from edge0_train.adapters import BaseInfo, base_info, check_together, read_input
 from edge0_train.base import load_base, load_teacher
 from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import empty_model
@@ -51,7 +50,7 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
     """
     base = base_info(config)
     heads_file, lora_file = read_input(config, "prerouter", prerouter), read_input(config, "lora", lora)
-    check_binding(base.fingerprint, heads_file, lora_file)
+    check_together(base.fingerprint, heads_file, lora_file)
     packed = cast(Residency, config.base.residency) if config.base.storage == "packed" else None
     model, _ = load_base(
         config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device, packed=packed

@@ -39,6 +39,7 @@ EXAMPLES = """\
   python -m edge0_train inspect base=models/OLMoE-1B-7B out=mine
 """
 MULTIRUN = ("--multirun", "-m", "hydra.mode=MULTIRUN")
+KEPT = "{} keeps what was finished: resume=true continues it; for other settings delete it, or choose another run_dir"
 CONFIG_DIR = ("--config-dir", "-cd")
 
 
@@ -198,7 +199,7 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     from accelerate import PartialState
 
     from edge0_train.phases import phase_function
-    from edge0_train.run import Run, open_run
+    from edge0_train.run import Run, is_unused, open_run
     from edge0_train.tracking import start_wandb
 
     phase = phase_function(config.phase)
@@ -217,7 +218,12 @@ def run_phase(config: Config) -> dict[str, Any] | None:
         print(f"{config.phase}:", flush=True)
         if PHASES[config.phase].trains:
             start_wandb(run)
-        summary = _do_phase(phase, config, run, is_main=state.is_main_process)
+        try:
+            summary = _do_phase(phase, config, run, is_main=state.is_main_process)
+        except Edge0Error as error:  # most advise another setting, which this directory would refuse
+            if is_unused(run.directory) or "resume=true" in str(error) or "run_dir" in str(error):
+                raise
+            raise Edge0Error(f"{error}; {KEPT.format(run.directory)}") from error
         state.wait_for_everyone()
     return summary
 

@@ -13,8 +13,15 @@ UPSTREAM_TIERS = ("35b", "8b")
 UPSTREAM_R, UPSTREAM_ALPHA = 16, 32  # compiled into the public runtime, which reads no metadata
 
 
+SERVE_THEM = "serve the files that were made together, or pass --allow-mismatch to serve these all the same"
+
+
 def check_binding(
-    base_fingerprint: str, prerouter: Adapter | None, lora: Adapter | None, allow_mismatch: bool = False
+    base_fingerprint: str,
+    prerouter: Adapter | None,
+    lora: Adapter | None,
+    allow_mismatch: bool = False,
+    fix: str = SERVE_THEM,
 ) -> list[str]:
     """Check that base, prerouter and LoRA were made for each other.
 
@@ -22,6 +29,7 @@ def check_binding(
         base_fingerprint: `Checkpoint.fingerprint()` of the base to serve.
         prerouter, lora: the adapters to serve; None for one that is switched off.
         allow_mismatch: the `--allow-mismatch` flag.
+        fix: what a refusal advises: the caller's command may have no such flag.
 
     Returns:
         Sentences to show the user: mismatches that the flag let pass, and files whose binding cannot be
@@ -58,7 +66,7 @@ def check_binding(
         raise_problems(
             "base, prerouter and LoRA do not belong together",
             mismatches,
-            "serve the files that were made together, or pass --allow-mismatch to serve these all the same",
+            fix,
         )
     return notes + [f"--allow-mismatch: {mismatch}" for mismatch in mismatches]
 

@@ -134,7 +134,7 @@ def _rows(source: str) -> Iterator[Any]:
             yield from load_dataset(source, split="train", streaming=True)
     except Exception as error:  # datasets raises many types; all mean that the source cannot be read
         raise Edge0Error(
-            f"text.prompts: {source!r} cannot be loaded ({error}); give tasks, a file, or a dataset"
+            f"text.prompts: {source!r} cannot be loaded ({str(error) or type(error).__name__}); give tasks, a file, or a dataset"
         ) from error
 
 

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import sha256_file
+from edge0_runtime.contract.files import read_json, sha256_file
 from edge0_train.run import write_json, write_text
 
 IGNORE = -100
+AGAIN = "delete done.json of that run and continue it with resume=true: from its shards everything is written again"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def read_rows(path: Path) -> list[TextRow]:
             rows.append(TextRow(tuple(data.pop("prompt_ids")), tuple(data.pop("completion_ids")), **data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Edge0Error(
-                f"{path}, line {number}: not a text row ({error}); write it with phase=teacher_text"
+                f"{path}, line {number}: not a text row ({error}); delete the file, and {AGAIN}"
             ) from error
     return rows
 
@@ -96,10 +97,10 @@ def read_data(directory: str | Path, max_length: int) -> tuple[TextData, dict[st
     directory = Path(directory)
     sides = {name: read_rows(directory / f"{name}.jsonl") for name in ("train", "held_out")}
     if not (directory / "card.json").is_file():
-        raise Edge0Error(f"text.rows: {directory} has no card.json; run phase=teacher_text again")
-    card = json.loads((directory / "card.json").read_text(encoding="utf-8"))
-    if card["fingerprint"] != _fingerprint(directory):
-        raise Edge0Error(f"text.rows: {directory} was changed after its card was written; run phase=teacher_text again")
+        raise Edge0Error(f"text.rows: {directory} has no card.json; {AGAIN}")
+    card = read_json(directory / "card.json", AGAIN)
+    if card.get("fingerprint") != _fingerprint(directory):
+        raise Edge0Error(f"text.rows: {directory} was changed after its card was written; {AGAIN}")
     dropped: dict[str, int] = {}
     for name, rows in sides.items():
         kept = []

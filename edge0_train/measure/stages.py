@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
-from edge0_runtime.contract.binding import check_binding
-from edge0_train.adapters import read_input
+from edge0_train.adapters import check_together, read_input
 from edge0_train.build import load_heads
 from edge0_train.config import STAGE_NAMES, Config
 from edge0_train.measure.bench import Bench, Stage
@@ -38,7 +37,7 @@ def chain_stages(
     stages: dict[str, Stage] = {}
     lora = None
     for phase, kind, adapter in adapters:
-        check_binding(
+        check_together(
             bench.student.base.fingerprint,
             adapter if kind == "prerouter" else None,
             adapter if kind == "lora" else None,

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter
-from edge0_runtime.contract.binding import check_binding, upstream_problems
+from edge0_runtime.contract.binding import upstream_problems
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
-from edge0_train.adapters import describe_inputs, input_path, read_input
+from edge0_train.adapters import check_together, describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
 from edge0_train.config import Config
 from edge0_train.data.rows import read_data
@@ -60,7 +60,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         if read.sha256 != adapter.sha256:
             raise Edge0Error(f"{read.path}: reads back as {read.sha256}, written was {adapter.sha256}; check the disk")
         problems[kind] = upstream_problems(read)
-    check_binding(Checkpoint.open(target).fingerprint(), adapters["prerouter"], adapters["lora"])
+    check_together(Checkpoint.open(target).fingerprint(), adapters["prerouter"], adapters["lora"])
     write_trace(target / tier.file_name("verify"), trace, tier)
     for name, reasons in problems.items():
         verdict = "not loadable upstream: " + "; ".join(reasons) if reasons else "loads in the public runtime"
