@@ -76,7 +76,7 @@ def _train(arguments: list[str]) -> None:
         if set(arguments) & set(MULTIRUN):
             from edge0_train.sweep import sweep
 
-            sweep(_without_flags(arguments), own, _run)
+            sweep(_without_flags(arguments), own, _configs, _run)
         else:
             sys.argv[1:] = arguments  # Hydra reads them there
             with user_tiers(*own):
@@ -165,6 +165,11 @@ def _hydra_main(composed: DictConfig) -> None:
         raise _OutOfHydra(error) from error
 
 
+def _configs(composed: DictConfig, overrides: Sequence[str]) -> list[Config]:
+    """The checked configurations of the phases that a command line asks for."""
+    return chain_configs(list(composed.chain), overrides) if composed.phase == "all" else [_read(composed)]
+
+
 def _run(composed: DictConfig, overrides: Sequence[str]) -> None:
     try:
         if composed.phase == "all":
@@ -178,6 +183,12 @@ def _run(composed: DictConfig, overrides: Sequence[str]) -> None:
         ) from error
 
 
+def chain_configs(chain: Sequence[str], overrides: Sequence[str]) -> list[Config]:
+    """The checked configuration of every phase of a chain."""
+    kept = [override for override in overrides if not override.startswith("phase=")]
+    return [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]
+
+
 def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
     """All phases in order; with resume=true the finished ones are passed over and the interrupted one continues.
 
@@ -185,9 +196,8 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
     """
     from edge0_train.tracking import check_wandb
 
-    kept = [override for override in overrides if not override.startswith("phase=")]
     began = time.time()
-    configs = [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]
+    configs = chain_configs(chain, overrides)
     check_wandb(configs)
     for config in configs:
         run_phase(config)

@@ -21,6 +21,7 @@ from edge0_train.config import PHASES, config_directory, user_tiers
 from edge0_train.report import table
 from edge0_train.run import read_summary
 
+Step = Callable[[DictConfig, Sequence[str]], object]
 VOLATILE = ("seconds", "peak_rss_mib", "tokens_per_second")
 """Numbers of a summary that say nothing about the settings."""
 COLUMNS = 8
@@ -36,10 +37,10 @@ class Job:
     directory: Path
 
 
-def sweep(arguments: Sequence[str], own: Sequence[Path], run: Callable[[DictConfig, Sequence[str]], object]) -> None:
-    """Do `run(composed, overrides)` for every combination of `arguments`, then print the table.
+def sweep(arguments: Sequence[str], own: Sequence[Path], check: Step, run: Step) -> None:
+    """`check(composed, overrides)` for every combination of `arguments`, then `run` for each, then the table.
 
-    All are composed before the first one starts. With resume=true the finished ones are passed over.
+    With resume=true the finished ones are passed over.
 
     Args:
         own: the user's configuration directories, which are not among `arguments`.
@@ -50,6 +51,8 @@ def sweep(arguments: Sequence[str], own: Sequence[Path], run: Callable[[DictConf
     search = [f"hydra.searchpath=[{', '.join(f'file://{path.absolute()}' for path in own)}]"] * bool(own)
     with user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
         jobs = plan_jobs(list(combinations([*arguments, *search])))
+        for job in jobs:
+            check(job.composed, job.overrides)
         for job in jobs:
             print(f"{job.name or 'run'}: {job.directory}", flush=True)
             run(job.composed, job.overrides)

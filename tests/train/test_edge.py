@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -208,3 +209,36 @@ def test_what_is_not_finite_is_written_as_strict_json(stopped):
     run.finish({"table": [{"kl": float("inf")}], "pair": (1.0, float("nan"))})
     summary = read_summary(run.directory)
     assert summary and summary["table"] == [{"kl": None}] and summary["pair"] == [1.0, None]
+
+
+# -- advices -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_advice_to_change_a_setting_says_what_becomes_of_the_directory(command, tmp_path):
+    """ "train longer" in a directory that then refuses led nowhere: each of the three ways that it names works."""
+
+    def short(run: Run) -> dict[str, Any]:
+        run.log(1, {"loss": 1.0})
+        if run.config.optim.steps < 3:
+            raise Edge0Error("heads: do not beat the baseline; train longer (optim.steps=2)")
+        return {}
+
+    place = tmp_path / "root/quantize"
+    code, _, said = command(short, "optim.steps=2")
+    assert code == 2 and said == (
+        f"error: heads: do not beat the baseline; train longer (optim.steps=2); {place} keeps what was finished: resume=true"
+        " continues it; for other settings delete it, or choose another run_dir\n"
+    )
+    assert "optim.steps: saved 2, now 3" in command(short, "optim.steps=3", "resume=true")[2]
+    assert command(lambda run: {}, "optim.steps=2", "resume=true")[0] == 0
+    assert command(short, "optim.steps=3", f"run_dir={tmp_path / 'other'}")[0] == 0
+    shutil.rmtree(place)
+    assert command(short, "optim.steps=3")[0] == 0
+
+
+def test_an_advice_that_names_the_directory_already_is_left_alone(command):
+    def full(run: Run) -> None:
+        run.log(1, {"loss": 1.0})
+        raise Edge0Error("metrics.jsonl: no room; free space and continue with resume=true")
+
+    assert command(full)[2] == "error: metrics.jsonl: no room; free space and continue with resume=true\n"
