@@ -230,9 +230,7 @@ def _open_directory(config: Config) -> int:
             write_text(saved, yaml.safe_dump(to_dict(config), sort_keys=False))
         elif config.resume:
             _same_config(read_yaml(saved, RESTORE_CONFIG), to_dict(config), directory)
-            for path in directory.rglob(".*.tmp"):
-                if TEMPORARY.fullmatch(path.name):
-                    path.unlink()
+            remove_temporary(directory)
         else:
             raise Edge0Error(
                 f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
@@ -246,6 +244,13 @@ def is_unused(directory: Path) -> bool:
     """Whether nothing has happened in a run directory: there is no file but those that describe the run."""
     files = (path.relative_to(directory) for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())
     return all(file.parts[0] in DESCRIPTION or TEMPORARY.fullmatch(file.name) for file in files)
+
+
+def remove_temporary(directory: Path) -> None:
+    """Remove what a killed process has left half-written below a directory that is this process's alone."""
+    for path in directory.rglob(".*.tmp"):
+        if TEMPORARY.fullmatch(path.name):
+            path.unlink()
 
 
 def my_share(items: Sequence[T]) -> Sequence[T]:

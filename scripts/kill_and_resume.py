@@ -130,6 +130,8 @@ def _content(path: Path, root: str) -> Any:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             bits = {name: (str(t.dtype), tuple(t.shape), _bytes(t)) for name, t in tensors.items()}
             return bits, _steady({key: _parsed(value) for key, value in (file.metadata() or {}).items()})
+    if path.suffix not in (".json", ".jsonl"):
+        return path.read_bytes()
     text = path.read_text(encoding="utf-8").replace(root, "")
     return [_steady(json.loads(line)) for line in text.splitlines()] if path.suffix == ".jsonl" else _parsed(text)
 

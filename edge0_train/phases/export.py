@@ -29,7 +29,7 @@ from edge0_train.build import Student, build_student
 from edge0_train.config import Config
 from edge0_train.data.rows import read_data
 from edge0_train.report import print_plan
-from edge0_train.run import Run
+from edge0_train.run import Run, remove_temporary
 from edge0_train.student import Decoding, generate
 from edge0_train.student.generate import StepRecord
 
@@ -51,6 +51,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     student = build_student(config, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(config, student)
     _place_base(Path(config.base.directory), target, student.base.fingerprint)
+    remove_temporary(target)
     problems: dict[str, list[str]] = {}
     for kind, adapter in adapters.items():
         assert adapter
@@ -81,13 +82,16 @@ def _place_base(base: Path, target: Path, fingerprint: str) -> None:
     temporary = target.with_name(target.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for file in sorted(base.iterdir()):
-        if file.is_file():
-            try:
-                os.link(file, temporary / file.name)
-            except OSError:
-                shutil.copy2(file, temporary / file.name)
-    temporary.rename(target)
+    try:
+        for file in sorted(base.iterdir()):
+            if file.is_file():
+                try:
+                    os.link(file, temporary / file.name)
+                except OSError:
+                    shutil.copy2(file, temporary / file.name)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing to remove
 
 
 def reference_trace(config: Config, student: Student) -> ReferenceTrace:
