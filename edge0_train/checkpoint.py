@@ -115,7 +115,7 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
     """CRC-32 of all bytes, by name: a disk that lost power may leave zeros where the header promises tensors."""
     crc = 0
     for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy(), zlib.crc32(name.encode(), crc))
+        crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), crc))
     return f"{crc:08x}"
 
 

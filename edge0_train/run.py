@@ -17,16 +17,11 @@ ends, and never blocks a command. JSON is strict: a number that is not finite is
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import resource
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +36,9 @@ from edge0_runtime.contract.edge import explained
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace, read_json, read_text, read_yaml, strict_json
 from edge0_train.config import Config, all_settings, to_dict
+from edge0_train.environment import environment, peak_rss_mib
 from edge0_train.locking import acquire, release
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 T = TypeVar("T")
 VOLATILE = frozenset(name for name, setting in all_settings().items() if setting.volatile)
 """Settings that may differ between a run and its continuation."""
@@ -259,32 +254,6 @@ def my_share(items: Sequence[T]) -> Sequence[T]:
     return items[state.process_index :: state.num_processes]
 
 
-def peak_rss_mib() -> int:
-    """Largest resident set of this process so far, in MiB (Linux counts KiB, macOS bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / 2**20) if sys.platform == "darwin" else round(peak / 2**10)
-
-
-def environment() -> dict[str, Any]:
-    """Command line, versions, code state and machine."""
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "commit": code_commit(),
-        "diff": _git("diff", "HEAD"),
-    }
-
-
-def code_commit() -> str:
-    """Commit of the checkout that this code runs from, `-dirty` when it has changes; `unknown` outside a checkout."""
-    commit = _git("rev-parse", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
 def read_summary(directory: Path) -> dict[str, Any] | None:
     """What a finished run's done.json says (`Run.finish`); None while it is not. Raises Edge0Error for a damaged one."""
     file = directory / "done.json"
@@ -338,19 +307,3 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         return {prefix: list(data) if isinstance(data, tuple) else data}
     return {k: v for key, value in data.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def _git(*arguments: str) -> str:
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

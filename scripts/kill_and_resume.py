@@ -238,10 +238,11 @@ def main() -> int:
             rows.append(row)
             print(json.dumps(row), flush=True)
     stops = [one for row in rows for one in row["stops"]]
+    equal = sum(not row["differs"] for row in rows)
     summary = {
         "command": f"python scripts/kill_and_resume.py --trials {arguments.trials} --seed {arguments.seed}",
         "trials": len(rows),
-        "equal": sum(not row["differs"] for row in rows),
+        "equal": equal,
         "stops": Counter(f"{one['signal']}, exit code {one['code']}" for one in stops),
         "in_phase": Counter(list((*PHASES, "over"))[one["phases_done"]] for one in stops),
     }
@@ -250,7 +251,7 @@ def main() -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         (arguments.out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return int(summary["equal"] < len(rows))
+    return int(equal < len(rows))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     "edge0_train": (
-        ("base", "checkpoint", "best", "config", "foreign", "locking", "stopping"),  # the int4 base in torch; settings
+        # The int4 base in torch; settings; what a run is made with, how it is kept and stopped.
+        ("base", "checkpoint", "best", "config", "environment", "foreign", "locking", "stopping"),
         ("student", "run", "report"),  # the student path, which knows no settings; run directory; what is printed
         ("data", "tracking"),  # text rows, which are written by a student or teacher; W&B
         ("losses", "loop"),
