@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra import compose
@@ -43,13 +43,15 @@ KEPT = "{} keeps what was finished: resume=true continues it; for other settings
 CONFIG_DIR = ("--config-dir", "-cd")
 
 
-def main() -> NoReturn:
-    """Entry point; exit codes are those of `edge0_runtime.contract.edge`."""
+def main() -> None:
+    """Entry point; exits with the codes of `edge0_runtime.contract.edge`, and returns when all is done."""
     # Two spinning OpenMP threads beside a busy neighbour slow torch ten-fold; must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints several lines and exits itself
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
-    sys.exit(run_command(lambda: _command(arguments), debug=DEBUG in sys.argv[1:], explain=(_explain,)))
+    code = run_command(lambda: _command(arguments), debug=DEBUG in sys.argv[1:], explain=(_explain,))
+    if code:
+        sys.exit(code)
 
 
 def _command(arguments: list[str]) -> int | None:

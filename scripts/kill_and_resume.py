@@ -89,12 +89,15 @@ def start(root: Path, *more: str, trap: Trap) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = ["edge0_train", f"root={root}", *SMALL, *more]
+    code = 70
     try:
         edge0_train()
+        code = 0
     except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
         sys.stdout.flush()
-        os._exit(int(end.code or 0))
-    os._exit(70)
+        os._exit(code)
 
 
 def wait(pid: int) -> int:

@@ -37,9 +37,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
         overrides = ("phase=quantize", f"root={tmp_path / 'root'}", *arguments)
         monkeypatch.setattr(sys, "argv", ["edge0_train", *overrides])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
+        code: object = 0
+        try:
             cli.main()
-        return stop.value.code, *capfd.readouterr()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
 
     return run
 
