@@ -20,7 +20,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file
 from edge0_runtime.contract.provenance import DataSource, PhaseRecord, Provenance, Teacher
 from edge0_train.config import Config
-from edge0_train.run import code_commit
+from edge0_train.environment import code_commit
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Early stopping: which evaluation was the best, and its values on disk until the end.
 
 The count is a function of metrics.jsonl, so that a resumed run decides as an uninterrupted one. Files are
-`checkpoints/best-<step>.safetensors`; an older one goes only when a checkpoint covers its successor.
+`checkpoints/best-<step>.safetensors`; one goes when no checkpoint that is kept goes back to where it was the best.
 """
 
 from __future__ import annotations
@@ -60,7 +60,15 @@ class EarlyStop:
         rows: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self.directory, self.metric, self.patience, self.trainable = directory, metric, patience, trainable
-        self.best = Best.of((row["step"], row[metric]) for row in rows if metric in row)
+        # JSON has no NaN: it is null.
+        self.evaluations = [
+            (row["step"], math.nan if row[metric] is None else row[metric]) for row in rows if metric in row
+        ]
+
+    @property
+    def best(self) -> Best:
+        """What all evaluations so far lead to."""
+        return Best.of(self.evaluations)
 
     @property
     def exhausted(self) -> bool:
@@ -70,18 +78,18 @@ class EarlyStop:
     def see(self, step: int, value: float) -> None:
         """One more evaluation, rank 0's; a better one puts its values on the disk."""
         value = broadcast_object_list([value])[0]
-        self.best = self.best.after(step, value)
+        self.evaluations.append((step, value))
         if self.best.step == step and PartialState().is_main_process:
             self.directory.mkdir(parents=True, exist_ok=True)
             values = {name: p.detach().cpu().contiguous() for name, p in self.trainable.items()}
             with atomic_replace(self._file(step)) as temporary:
                 temporary.write_bytes(save(values, {"step": str(step)}))
 
-    def forget_others(self) -> None:
-        """After a checkpoint: no resume can go back behind the best one."""
-        for file in self.directory.glob("best-*.safetensors"):
-            if file != self._file(self.best.step):
-                file.unlink()
+    def forget_others(self, checkpoints: Iterable[int]) -> None:
+        """Keep what was the best at one of the steps that a resume may go back to, and remove the rest."""
+        needed = {self._file(Best.of(one for one in self.evaluations if one[0] <= step).step) for step in checkpoints}
+        for file in {*self.directory.glob("best-*.safetensors")} - needed:
+            file.unlink()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -93,7 +101,7 @@ class EarlyStop:
                 parameter.copy_(values[name])
         except Exception as error:  # the library's errors have no common type
             raise Edge0Error(
-                f"{file}: the best values cannot be read ({error}); run again in another run_dir, or with optim.patience=0"
+                f"{file}: the best values cannot be read ({error}); train again in another run_dir"
             ) from error
 
     def _file(self, step: int) -> Path:

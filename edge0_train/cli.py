@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +21,13 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
+from edge0_runtime.contract.edge import DEBUG, PROBLEM, Stopped, mute_stdout, run_command
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import PHASES, Config, check_choices, config_directory, read_config, user_tiers
+from edge0_train.config.grammar import hydra_sentence
+from edge0_train.foreign import foreign
 
 if TYPE_CHECKING:  # they import torch
     from edge0_train.phases import Phase
@@ -32,33 +38,64 @@ EXAMPLES = """\
   python -m edge0_train phase=head_distill tier=35b teacher.directory=/models/Qwen3.6-35B-A3B dry_run=true
   python -m edge0_train inspect base=models/OLMoE-1B-7B out=mine
 """
+MULTIRUN = ("--multirun", "-m", "hydra.mode=MULTIRUN")
+KEPT = "{} keeps what was finished: resume=true continues it; for other settings delete it, or choose another run_dir"
+CONFIG_DIR = ("--config-dir", "-cd")
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done or stopped with a checkpoint, 2 a problem that the user can act on."""
+    """Entry point; exits with the codes of `edge0_runtime.contract.edge`, and returns when all is done."""
     # Two spinning OpenMP threads beside a busy neighbour slow torch ten-fold; must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints several lines and exits itself
-    arguments = sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
+    code = run_command(lambda: _command(arguments), debug=DEBUG in sys.argv[1:], explain=(_explain,))
+    if code:
+        sys.exit(code)
+
+
+def _command(arguments: list[str]) -> int | None:
+    """What the command line asks for; a training's exit code is given when it is stopped."""
     if not arguments:
         print(help_page(), file=sys.stderr)
-        sys.exit(2)
+        return PROBLEM
+    if arguments in (["--help"], ["-h"]):
+        print(help_page())
+    elif "phase=inspect" in arguments:
+        inspect(arguments)
+    elif arguments[0] in SUBCOMMANDS:
+        SUBCOMMANDS[arguments[0]](arguments[1:])
+    else:
+        _train(arguments)
+    return None
+
+
+def _train(arguments: list[str]) -> None:
+    """Compose and run; a stop says how to continue."""
+    own = own_config_directories(arguments)
+    check_choices(arguments, own)
     try:
-        if arguments in (["--help"], ["-h"]):
-            print(help_page())
-        elif "phase=inspect" in arguments:
-            inspect(arguments)
-        elif arguments[0] in SUBCOMMANDS:
-            SUBCOMMANDS[arguments[0]](arguments[1:])
+        if set(arguments) & set(MULTIRUN):
+            from edge0_train.sweep import sweep
+
+            sweep(_without_flags(arguments), own, _configs, _run)
         else:
-            own = own_config_directories(arguments)
-            check_choices(arguments, own)
+            sys.argv[1:] = arguments  # Hydra reads them there
             with user_tiers(*own):
                 _hydra_main()
-    except Edge0Error as error:
-        _fail(error)
-    except HydraException as error:
-        _fail(Edge0Error(" ".join(str(error).split())))
+    except _OutOfHydra as passed:
+        raise passed.error from None
+    except (KeyboardInterrupt, Stopped) as stop:
+        number, what = (stop.number, str(stop)) if isinstance(stop, Stopped) else (signal.SIGINT, "stopped by Ctrl-C")
+        command = shlex.join(["python", "-m", "edge0_train", *(a for a in arguments if not a.startswith("resume="))])
+        raise Stopped(number, f"{what}; continue with: {command} resume=true") from stop
+
+
+def _explain(error: BaseException) -> str | None:
+    """The sentences for what Hydra, torch and others raise."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return hydra_sentence(error)
+    return None if isinstance(error, Edge0Error) else foreign(error)
 
 
 def help_page() -> str:
@@ -114,15 +151,44 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "
 """{first word: function of the others}; a docstring's first line is the command's help."""
 
 
+class _OutOfHydra(BaseException):
+    """Carries an exception out of Hydra, which would print lines of its own about an `Exception`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 @hydra.main(version_base=None, config_path=str(config_directory()), config_name="train")
 def _hydra_main(composed: DictConfig) -> None:
     try:
+        _run(composed, list(HydraConfig.get().overrides.task))
+    except Exception as error:
+        raise _OutOfHydra(error) from error
+
+
+def _configs(composed: DictConfig, overrides: Sequence[str]) -> list[Config]:
+    """The checked configurations of the phases that a command line asks for."""
+    return chain_configs(list(composed.chain), overrides) if composed.phase == "all" else [_read(composed)]
+
+
+def _run(composed: DictConfig, overrides: Sequence[str]) -> None:
+    try:
         if composed.phase == "all":
-            run_chain(list(composed.chain), list(HydraConfig.get().overrides.task))
+            run_chain(list(composed.chain), overrides)
         else:
             run_phase(_read(composed))
-    except Edge0Error as error:
-        _fail(error)
+    except BrokenPipeError as error:
+        mute_stdout()
+        raise Edge0Error(
+            "stdout: nobody reads it any more; send it to a file, and continue with resume=true"
+        ) from error
+
+
+def chain_configs(chain: Sequence[str], overrides: Sequence[str]) -> list[Config]:
+    """The checked configuration of every phase of a chain."""
+    kept = [override for override in overrides if not override.startswith("phase=")]
+    return [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]
 
 
 def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
@@ -130,19 +196,23 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
 
     All are read before the first one starts: what is wrong with the last one is not said hours later.
     """
-    kept = [override for override in overrides if not override.startswith("phase=")]
+    from edge0_train.tracking import check_wandb
+
     began = time.time()
-    for config in [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]:
+    configs = chain_configs(chain, overrides)
+    check_wandb(configs)
+    for config in configs:
         run_phase(config)
     print(f"phase=all: done in {time.time() - began:.0f} s")
 
 
 def run_phase(config: Config) -> dict[str, Any] | None:
-    """One phase in its run directory; None when it was interrupted or is done already."""
+    """One phase in its run directory; None when it is done already there, or on a rank that is not needed."""
     from accelerate import PartialState
 
     from edge0_train.phases import phase_function
-    from edge0_train.run import Run, open_run, start_wandb
+    from edge0_train.run import Run, is_unused, open_run
+    from edge0_train.tracking import start_wandb
 
     phase = phase_function(config.phase)
     set_up_torch(config.threads, config.base.device)
@@ -153,15 +223,20 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
-    run = open_run(config)
-    if run.is_done:
-        print(f"{config.phase}: done already in {run.directory}")
-        return None
-    print(f"{config.phase}:", flush=True)
-    if PHASES[config.phase].trains:
-        start_wandb(run)
-    summary = _do_phase(phase, config, run, is_main=state.is_main_process)
-    state.wait_for_everyone()
+    with open_run(config) as run:
+        if run.is_done:
+            print(f"{config.phase}: done already in {run.directory}")
+            return None
+        print(f"{config.phase}:", flush=True)
+        if PHASES[config.phase].trains:
+            start_wandb(run)
+        try:
+            summary = _do_phase(phase, config, run, is_main=state.is_main_process)
+        except Edge0Error as error:  # most advise another setting, which this directory would refuse
+            if is_unused(run.directory) or "resume=true" in str(error) or "run_dir" in str(error):
+                raise
+            raise Edge0Error(f"{error}; {KEPT.format(run.directory)}") from error
+        state.wait_for_everyone()
     return summary
 
 
@@ -173,29 +248,17 @@ def _read(composed: DictConfig) -> Config:
 
 
 def _do_phase(phase: Phase, config: Config, run: Run, is_main: bool) -> dict[str, Any] | None:
-    """The phase in its open run: inputs recorded, done, finished. None on a rank that a phase done alone leaves out.
-
-    An Edge0Error leaves no directory behind in which nothing was kept; a signal ends the process with code 0.
-    """
+    """The phase in its open run: inputs recorded, done, finished. None on a rank that a phase done alone leaves out."""
     from edge0_train.build import input_identity
-    from edge0_train.loop import Interrupted
 
     facts = PHASES[config.phase]
-    try:
-        if facts.records_inputs:
-            run.record_inputs(input_identity(config))
-        if facts.alone and not is_main:
-            return None
-        summary = run.finish(phase(config, run))
-        print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
-        return summary
-    except Edge0Error:
-        if is_main:
-            run.discard_if_unused()
-        raise
-    except Interrupted as stop:
-        print(stop)
-        sys.exit(0)
+    if facts.records_inputs:
+        run.record_inputs(input_identity(config))
+    if facts.alone and not is_main:
+        return None
+    summary = run.finish(phase(config, run))
+    print(f"{config.phase}: done in {summary['seconds']} s", flush=True)
+    return summary
 
 
 def set_up_torch(threads: int, device: str) -> None:
@@ -218,12 +281,13 @@ def _quiet_transformers(device: str) -> None:
 
 def own_config_directories(arguments: Sequence[str]) -> list[Path]:
     """The values of --config-dir (-cd), in either of its two forms."""
-    flags = ("--config-dir", "-cd")
     pairs = [one.partition("=") for one in arguments]
-    joined = [value for flag, _, value in pairs if flag in flags and value]
-    return [Path(value) for value in joined + [v for flag, v in itertools.pairwise(arguments) if flag in flags]]
+    joined = [value for flag, _, value in pairs if flag in CONFIG_DIR and value]
+    return [Path(value) for value in joined + [v for flag, v in itertools.pairwise(arguments) if flag in CONFIG_DIR]]
 
 
-def _fail(error: Edge0Error) -> None:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+def _without_flags(arguments: Sequence[str]) -> list[str]:
+    """What is left for a sweep: neither the flag itself nor --config-dir with its value."""
+    after_flag = [value for flag, value in itertools.pairwise(arguments) if flag in CONFIG_DIR]
+    flags = (*MULTIRUN, *CONFIG_DIR, *after_flag)
+    return [one for one in arguments if one not in flags and one.partition("=")[0] not in CONFIG_DIR]

@@ -8,11 +8,9 @@ and takes its share of the micro-batches; gradients are summed over ranks once a
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,10 +21,11 @@ from torch import nn
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.best import EarlyStop
-from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from edge0_train.checkpoint import checkpoints, load_checkpoint, load_newest, save_checkpoint
 from edge0_train.config import Optim
 from edge0_train.report import progress
-from edge0_train.run import Run
+from edge0_train.run import Run, by_rank_0
+from edge0_train.stopping import Interrupted, leave_together, polled
 
 
 class MicroBatch(Protocol):
@@ -69,10 +68,6 @@ class Objective:
     watch: str = ""
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived; the checkpoint of the last step is on disk."""
-
-
 def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
     """Run steps up to `optim.steps`, from the newest checkpoint if there is one; returns the summary.
 
@@ -80,21 +75,24 @@ def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
     values; the summary then has `best_step`, and that evaluation's value of the metric.
 
     Raises Edge0Error at the first sign that training would be meaningless (non-finite loss, no valid token, a trainable
-    tensor without gradient), Interrupted after a signal.
+    tensor without gradient), `Interrupted` after a signal and the checkpoint of the step at hand.
     """
     state = PartialState()
     optimizer = _optimizer(objective, optim)
     start, tokens_before, last = _resume(run, objective, optimizer)
-    early = None
-    if objective.watch and optim.patience:
-        early = EarlyStop(run.checkpoints, objective.watch, optim.patience, objective.trainable, run.metrics())
+    early = _early_stop(run, optim, objective)
     done, tokens_done, began = start, 0, time.perf_counter()
     bar = progress(range(start, optim.steps), run.config.phase, initial=start, total=optim.steps)
-    with _stop_signals() as stopped:
+    with polled() as stopped:
         for step in bar:
             if early and early.exhausted:  # resumed after the stop, before the export
                 break
-            metrics = _step(objective, optim, optimizer, step, state)
+            try:
+                metrics = _step(objective, optim, optimizer, step, state)
+            except Interrupted:  # while the step's window was made: the steps before it are to be kept
+                if done > start:
+                    _save(run, objective, optimizer, early, done, tokens_before + tokens_done, state)
+                raise
             tokens_done += metrics.pop("tokens")
             done = step + 1
             rate = tokens_done / (time.perf_counter() - began)
@@ -107,11 +105,10 @@ def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
                     run.log(done, last)
             finished = done == optim.steps or bool(early and early.exhausted)
             # On all ranks or on none; and asked once: a signal between saving and leaving would leave without saving.
-            stopping = any(gather_object([stopped()]))
-            if done % run.config.logger.checkpoint_every == 0 or finished or stopping:
+            heard = max(gather_object([stopped()]))
+            if done % run.config.logger.checkpoint_every == 0 or finished or heard:
                 _save(run, objective, optimizer, early, done, tokens_before + tokens_done, state)
-            if stopping and not finished:
-                raise Interrupted(f"stopped by a signal after step {done}; continue with resume=true")
+            leave_together(heard, f"step {done} of {optim.steps} is done and kept")
     if early:
         last = {**last, **_keep_best(early, done)}
     return {"steps": done, "tokens": tokens_before + tokens_done, **last}
@@ -193,8 +190,15 @@ def _save(
     if state.is_main_process:
         save_checkpoint(run.checkpoints, done, tokens, objective.trainable, optimizer)
         if early:
-            early.forget_others()
+            early.forget_others(int(path.stem.removeprefix("step-")) for path in checkpoints(run.checkpoints))
     state.wait_for_everyone()
+
+
+def _early_stop(run: Run, optim: Optim, objective: Objective) -> EarlyStop | None:
+    """What watches the evaluations, those of earlier sessions included; None when nothing is watched."""
+    if not (objective.watch and optim.patience):
+        return None
+    return EarlyStop(run.checkpoints, objective.watch, optim.patience, objective.trainable, run.metrics())
 
 
 def _keep_best(early: EarlyStop, done: int) -> dict[str, Any]:
@@ -234,23 +238,9 @@ def _resume(run: Run, objective: Objective, optimizer: torch.optim.Optimizer) ->
     """(first step to do, tokens done before, the last metric row)."""
     if not run.config.resume:
         return 0, 0, {}
-    saved = checkpoints(run.checkpoints)
-    if not saved:
-        run.forget_after(0)
-        return 0, 0, {}
-    step, tokens = load_checkpoint(saved[-1], objective.trainable, optimizer)
-    last = run.forget_after(step)
-    print(f"resumed from {saved[-1].name}", file=sys.stderr)
+    chosen = by_rank_0(lambda: load_newest(run.checkpoints, objective.trainable, optimizer))
+    step, tokens = load_checkpoint(chosen, objective.trainable, optimizer) if chosen else (0, 0)
+    last = by_rank_0(lambda: run.forget_after(step))
+    if chosen:
+        print(f"resumed from {chosen.name}", file=sys.stderr)
     return step, tokens, last
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Inside the block SIGINT and SIGTERM only raise a flag, read between steps."""
-    seen: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,51 +3,74 @@
 config.yaml        resolved configuration
 environment.json   command line, package versions, git commit and diff, machine
 inputs.json        base fingerprint, hashes of tokenizer and chat template, teacher
+lock               held by the process that runs here, and says which; released by the system when that process ends
+wandb.json, wandb/ the id of the run in W&B, and its files
 metrics.jsonl      one JSON object a row; `step` is the optimizer step
 samples.jsonl      a few rows as text: what the teacher, or the trained student, writes
 checkpoints/       trainables and optimizer state (safetensors, no pickle)
 done.json          written last: the phase's summary; a run with it is finished
+
+As long as there is nothing but the first five, nothing has happened in it: it vanishes when its process ends, however that
+ends, and never blocks a command. JSON is strict: a number that is not finite is null.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import json
+import math
 import os
-import platform
-import resource
+import re
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from edge0_runtime.contract.edge import explained
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import atomic_replace
+from edge0_runtime.contract.files import atomic_replace, read_json, read_text, read_yaml, strict_json
 from edge0_train.config import Config, all_settings, to_dict
+from edge0_train.environment import environment, peak_rss_mib
+from edge0_train.locking import acquire, release
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 T = TypeVar("T")
 VOLATILE = frozenset(name for name, setting in all_settings().items() if setting.volatile)
 """Settings that may differ between a run and its continuation."""
 
 
+DESCRIPTION = frozenset({"config.yaml", "environment.json", "inputs.json", "lock", "wandb.json", "wandb"})
+"""What a run directory holds before anything has happened in it."""
+TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+"""What `atomic_replace` leaves half-written when its process is killed."""
+CONTINUE = "and continue with resume=true"
+RESTORE_CONFIG = "restore it, or choose another run_dir: without its settings a run cannot continue"
+MEND_METRICS = f"delete that line, {CONTINUE}"
+DELETE_INPUTS = f"delete it, {CONTINUE}: it is written anew"
+DELETE_DONE = f"delete it, {CONTINUE}: what was finished is kept, and the end is done again"
+MAX_METRICS = 2**30
+
+
 @dataclass
 class Run:
-    """An open run directory."""
+    """An open run directory; as a context manager it is closed at the end of the block, however that ends."""
 
     directory: Path
     config: Config
-    is_new: bool = False
+    lock: int | None = None
     started: float = field(default_factory=time.time)
     wandb: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     @property
     def checkpoints(self) -> Path:
@@ -67,24 +90,41 @@ class Run:
         path = self.directory / "metrics.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+                file.write(_json({"step": step, **metrics}) + "\n")
+                file.flush()
+                if path.is_file():
+                    os.fsync(file.fileno())  # no later on the disk than the checkpoint that counts on it
         except OSError as error:
             raise Edge0Error(
-                f"{path}: cannot be written ({error.strerror}); free space in {path.parent} and continue with resume=true"
+                f"{path}: cannot be written ({error.strerror}); free space in {path.parent} {CONTINUE}"
             ) from error
         if self.wandb:
             self.wandb.log({"step": step, **metrics})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl so far."""
+        """The rows of metrics.jsonl so far, without a last one that a kill has cut short.
+
+        Raises Edge0Error naming the first other line that is no row.
+        """
         path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        rows = []
+        for number, line in enumerate(read_text(path, MAX_METRICS).split("\n")[:-1], 1):
+            try:
+                row = strict_json(line)
+                if not isinstance(row, dict) or type(row.get("step")) is not int:
+                    raise ValueError("has no step")
+            except ValueError as error:
+                raise Edge0Error(f"{path}, line {number}: not a metric row ({error}); {MEND_METRICS}") from error
+            rows.append(row)
+        return rows
 
     def record_inputs(self, identity: dict[str, Any]) -> None:
         """Write inputs.json: what the run is made from. Raises Edge0Error when a resumed run finds something else."""
         path = self.directory / "inputs.json"
         if path.exists():
-            before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(identity)
+            before, now = _flat(read_json(path, DELETE_INPUTS)), _flat(identity)
             changed = [
                 f"{key}: was {before[key]}, is {now[key]}" for key in now if key in before and now[key] != before[key]
             ]
@@ -112,23 +152,9 @@ class Run:
         path = self.directory / "metrics.jsonl"
         if not path.exists():
             return {}
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
-        write_text(path, "".join(kept))
-        return {k: v for k, v in json.loads(kept[-1]).items() if k != "step"} if kept else {}
-
-    def discard_if_unused(self) -> None:
-        """Remove a new run directory in which nothing happened yet, so that a corrected command can use its name."""
-        if self.wandb:
-            self.wandb.finish()
-        if self.is_new and {path.name for path in self.directory.iterdir()} <= {
-            "config.yaml",
-            "environment.json",
-            "inputs.json",
-            "wandb",
-        }:
-            shutil.rmtree(self.directory)
+        kept = [row for row in self.metrics() if row["step"] <= step]
+        write_text(path, "".join(_json(row) + "\n" for row in kept))
+        return {k: v for k, v in kept[-1].items() if k != "step"} if kept else {}
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Mark the run as finished; returns the summary with this session's wall time and peak memory added."""
@@ -140,69 +166,88 @@ class Run:
         }
         if PartialState().is_main_process:
             write_json(self.directory / "done.json", summary)
-        if self.wandb:
-            self.wandb.finish()
         return summary
+
+    def close(self, failed: bool = False) -> None:
+        """End the W&B run; remove a directory in which nothing has happened, and nothing else; let go of its lock.
+
+        Nothing of it is done twice, and on ranks other than the first there is nothing to do.
+        """
+        if self.wandb:
+            self.wandb.finish(exit_code=int(failed))
+            self.wandb = None
+        if self.lock is not None:
+            if is_unused(self.directory):
+                shutil.rmtree(self.directory, ignore_errors=True)
+            release(self.lock)
+            self.lock = None
 
 
 def open_run(config: Config) -> Run:
-    """Create the run directory, or take up an existing one when `resume=true`; rank 0 alone decides.
+    """Create the run directory, or take up an existing one when `resume=true`; rank 0 alone decides, and holds its lock.
 
-    Raises Edge0Error (on every rank) when the directory exists without resume, or belongs to another configuration.
+    Raises Edge0Error (on every rank) when the directory exists without resume, belongs to another configuration, or another
+    process is at work in it.
     """
-    state = PartialState()
-    problem, is_new = [""], [False]
-    if state.is_main_process:
+    lock = by_rank_0(lambda: _open_directory(config))
+    return Run(Path(config.run_dir), config, lock if PartialState().is_main_process else None)
+
+
+def by_rank_0(do: Callable[[], T]) -> T:
+    """What `do` returns on rank 0, which alone calls it; its Edge0Error (or OSError, as one) is raised on every rank."""
+    told: list[Any] = [None, ""]
+    if PartialState().is_main_process:
         try:
-            is_new = [_open_directory(config)]
-        except Edge0Error as error:
-            problem = [str(error)]
-    broadcast_object_list(problem)
-    broadcast_object_list(is_new)
-    if problem[0]:
-        raise Edge0Error(problem[0])
-    return Run(Path(config.run_dir), config, is_new=bool(is_new[0]))
+            told = [do(), ""]
+        except (Edge0Error, OSError) as error:
+            told = [None, explained(error) or str(error)]
+    broadcast_object_list(told)
+    if told[1]:
+        raise Edge0Error(told[1])
+    result: T = told[0]
+    return result
 
 
-def _open_directory(config: Config) -> bool:
-    """Whether the directory is new."""
+def _open_directory(config: Config) -> int:
+    """The lock of the directory: a new one, one in which nothing has happened yet, or the resumed run's."""
     directory = Path(config.run_dir)
-    saved = directory / "config.yaml"
-    if saved.exists():
-        if not config.resume:
+    saved, lock, machine = (directory / name for name in ("config.yaml", "lock", "environment.json"))
+    ours = (saved.exists() and machine.exists()) or (lock.exists() and is_unused(directory))
+    if directory.exists() and not ours and (not directory.is_dir() or any(directory.iterdir())):
+        raise Edge0Error(f"run_dir: {directory} is not empty and is no run directory; choose another run_dir")
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(directory, config, acquire(lock, f"run_dir: {directory}"))
+    with contextlib.ExitStack() as opening:
+        opening.push(run)  # closed when opening it fails
+        if is_unused(directory):
+            for path in directory.iterdir():  # of a process that was killed before anything happened
+                if path != lock:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            write_json(machine, environment())
+            write_text(saved, yaml.safe_dump(to_dict(config), sort_keys=False))
+        elif config.resume:
+            _same_config(read_yaml(saved, RESTORE_CONFIG), to_dict(config), directory)
+            remove_temporary(directory)
+        else:
             raise Edge0Error(
                 f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
             )
-        _same_config(yaml.safe_load(saved.read_text(encoding="utf-8")), to_dict(config), directory)
-    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Edge0Error(f"run_dir: {directory} is not empty and is no run directory; choose another run_dir")
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "environment.json", environment())
-        write_text(saved, yaml.safe_dump(to_dict(config), sort_keys=False))
-        return True
-    return False
+        opening.pop_all()
+    assert run.lock is not None
+    return run.lock
 
 
-def start_wandb(run: Run) -> None:
-    """Open the W&B run, unless logger.wandb=disabled or the package is absent (metrics.jsonl has everything)."""
-    logger = run.config.logger
-    if logger.wandb == "disabled" or not PartialState().is_main_process:
-        return
-    try:
-        import wandb
-    except ImportError:
-        print("wandb is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
-        return
-    run.wandb = wandb.init(
-        project=logger.project,
-        name=f"{run.config.tier.name}-{run.config.phase}-{run.config.seed}",
-        dir=str(run.directory),
-        mode=logger.wandb,  # type: ignore[arg-type]
-        config=to_dict(run.config),
-        settings=wandb.Settings(silent=True, console="off", disable_git=True),
-    )
-    run.wandb.define_metric("*", step_metric="step")
+def is_unused(directory: Path) -> bool:
+    """Whether nothing has happened in a run directory: there is no file but those that describe the run."""
+    files = (path.relative_to(directory) for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())
+    return all(file.parts[0] in DESCRIPTION or TEMPORARY.fullmatch(file.name) for file in files)
+
+
+def remove_temporary(directory: Path) -> None:
+    """Remove what a killed process has left half-written below a directory that is this process's alone."""
+    for path in directory.rglob(".*.tmp"):
+        if TEMPORARY.fullmatch(path.name):
+            path.unlink()
 
 
 def my_share(items: Sequence[T]) -> Sequence[T]:
@@ -211,41 +256,15 @@ def my_share(items: Sequence[T]) -> Sequence[T]:
     return items[state.process_index :: state.num_processes]
 
 
-def peak_rss_mib() -> int:
-    """Largest resident set of this process so far, in MiB (Linux counts KiB, macOS bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / 2**20) if sys.platform == "darwin" else round(peak / 2**10)
-
-
-def environment() -> dict[str, Any]:
-    """Command line, versions, code state and machine."""
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "commit": code_commit(),
-        "diff": _git("diff", "HEAD"),
-    }
-
-
-def code_commit() -> str:
-    """Commit of the checkout that this code runs from, `-dirty` when it has changes; `unknown` outside a checkout."""
-    commit = _git("rev-parse", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """What a finished run's done.json says (`Run.finish`); None while the run is not finished."""
+    """What a finished run's done.json says (`Run.finish`); None while it is not. Raises Edge0Error for a damaged one."""
     file = directory / "done.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_json(file, DELETE_DONE) if file.exists() else None
 
 
 def write_json(path: Path, data: Any) -> None:
     """Atomically, indented by 2, ASCII only."""
-    write_text(path, json.dumps(data, indent=2) + "\n")
+    write_text(path, _json(data, indent=2) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
@@ -257,6 +276,19 @@ def write_text(path: Path, text: str) -> None:
     """Atomically, as UTF-8: a reader sees the old file or the whole new one."""
     with atomic_replace(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
+
+
+def _json(data: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    """The same data with None in the place of numbers that JSON does not know."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _same_config(saved: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
@@ -277,19 +309,3 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         return {prefix: list(data) if isinstance(data, tuple) else data}
     return {k: v for key, value in data.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def _git(*arguments: str) -> str:
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

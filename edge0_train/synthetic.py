@@ -35,7 +35,7 @@ from edge0_train.base.layout import Target, checkpoint_layout, quantization_bloc
 from edge0_train.base.names import mlx_config, own_fields
 from edge0_train.base.quantize_model import COPIED
 from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
-from edge0_train.run import code_commit
+from edge0_train.environment import code_commit
 from edge0_train.student.router import multi_hot, select
 
 ROUTER_GAIN = 3.0  # a router's logits of a deviation of 3: the chosen experts' weights differ

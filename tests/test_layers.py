@@ -31,9 +31,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     "edge0_train": (
-        ("base", "checkpoint", "best", "config"),  # the int4 base in torch; what is kept of a run; settings
+        # The int4 base in torch; settings; what a run is made with, how it is kept and stopped.
+        ("base", "checkpoint", "best", "config", "environment", "foreign", "locking", "stopping"),
         ("student", "run", "report"),  # the student path, which knows no settings; run directory; what is printed
-        ("data",),  # text rows; they are written by a student or teacher
+        ("data", "tracking"),  # text rows, which are written by a student or teacher; W&B
         ("losses", "loop"),
         ("adapters", "plan"),  # files between phases; what is said before step 1
         ("teacher",),  # which one fits, and what it is called
@@ -41,6 +42,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("objectives",),
         ("measure",),
         ("phases",),
+        ("sweep",),
         ("cli",),
         ("__main__",),
     ),

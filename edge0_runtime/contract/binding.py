@@ -12,6 +12,11 @@ from edge0_runtime.contract.checkpoint import BaseIdentity
 from edge0_runtime.contract.files import raise_problems
 from edge0_runtime.contract.tier import Tier
 
+SERVE_TOGETHER = "serve the files that were made together, or pass --allow-mismatch to serve these all the same"
+TRAIN_TOGETHER = (
+    "set inputs.prerouter and inputs.lora to files of one training, and base.directory to the base that it had"
+)
+
 
 def check_binding(
     base: BaseIdentity, prerouter: Adapter | None, lora: Adapter | None, allow_mismatch: bool | None = None
@@ -45,9 +50,7 @@ def check_binding(
         raise_problems(
             "base, prerouter and LoRA do not belong together",
             mismatches,
-            "take the files that were made together: base.directory, inputs.prerouter, inputs.lora"
-            if allow_mismatch is None
-            else "serve the files that were made together, or pass --allow-mismatch to serve these all the same",
+            SERVE_TOGETHER if allow_mismatch is not None else TRAIN_TOGETHER,
         )
     return _unchecked(adapters) + [f"--allow-mismatch: {mismatch}" for mismatch in mismatches]
 

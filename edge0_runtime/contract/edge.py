@@ -30,10 +30,14 @@ Explain = Callable[[BaseException], str | None]
 
 
 class Stopped(SystemExit):
-    """SIGTERM arrived: unwinds like `sys.exit(143)`, so that every `finally` runs."""
+    """A signal arrived: unwinds like `sys.exit(128 + number)`, so that every `finally` runs; its text is the sentence for it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, sentence: str = "") -> None:
         super().__init__(128 + number)
+        self.number, self.sentence = number, sentence or f"stopped by {signal.Signals(number).name}"
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 def run_command(command: Callable[[], int | None], *, debug: bool, explain: Sequence[Explain] = ()) -> int:
@@ -48,18 +52,23 @@ def run_command(command: Callable[[], int | None], *, debug: bool, explain: Sequ
         with terminable():
             return command() or DONE
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        mute_stdout()
         return DONE
     except KeyboardInterrupt as stop:
         return _told(stop, str(stop) or "stopped by Ctrl-C", 128 + signal.SIGINT, debug)
     except Stopped as stop:
-        return _told(stop, "stopped by SIGTERM", int(str(stop)), debug)
+        return _told(stop, str(stop), 128 + stop.number, debug)
     except Exception as error:
         sentence = next((text for text in (one(error) for one in (*explain, explained)) if text), None)
         if sentence is None:
             return _told(error, f"error: {unexpected(error)}", FAULT, debug)
         return _told(error, f"error: {sentence}", PROBLEM, debug)
+
+
+def mute_stdout() -> None:
+    """Send what is still to be printed nowhere: its reader has gone, and the last flush would fail."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

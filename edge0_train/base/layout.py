@@ -129,8 +129,7 @@ def pack_sketch(model: PreTrainedModel, config: Mapping[str, Any], layout: Famil
         )
         return Codes(words.view(torch.int32), scales, biases, target.bits, GROUP_SIZE)
 
-    held = packable(model, links, targets)
-    pack(model, {name: links[name] for name in held}, codes, dtype, torch.device("meta"))
+    pack(model, packable(model, links, targets), codes, dtype, torch.device("meta"))
 
 
 def quantization_block(targets: Sequence[Target]) -> dict[str, Any]:

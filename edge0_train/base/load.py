@@ -78,12 +78,11 @@ def load_base(
     model = empty_model(checkpoint.text_config(), tier.layout, dtype)
     source = MlxWeights.open(checkpoint, tier.layout, parameter_shapes(model))
     device = torch.device(device)
-    held = packable(model, source.links, source.quantised) if packed else frozenset()
+    held = packable(model, source.links, source.quantised) if packed else {}
     rest = {name: link for name, link in source.links.items() if name not in held}
-    materialise(model, replace(source, links=rest), dtype, device, left=held)
+    materialise(model, replace(source, links=rest), dtype, device, left=frozenset(held))
     if packed:
-        links = {name: source.links[name] for name in held}
-        pack(model, links, lambda module: source.codes(module, device, packed), dtype, device)
+        pack(model, held, lambda module: source.codes(module, device, packed), dtype, device)
     modules = Counter(how.bits for how in source.quantised.values())
     return model, BaseReport(checkpoint.fingerprint(), dict(modules), len(source.dropped))
 

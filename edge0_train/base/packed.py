@@ -146,8 +146,8 @@ class PackedExperts(PackedModule):
         return mixed_NH
 
 
-def packable(model: PreTrainedModel, links: Mapping[str, Link], quantised: Collection[str]) -> frozenset[str]:
-    """The parameters whose module has a packed twin and whose tensors are codes in the checkpoint.
+def packable(model: PreTrainedModel, links: Mapping[str, Link], quantised: Collection[str]) -> dict[str, Link]:
+    """Of `links` those of parameters whose module has a packed twin and whose tensors are codes in the checkpoint, in order.
 
     The others (norms, routers, convolutions, what the checkpoint left in floats) are small and stay dense.
 
@@ -161,7 +161,7 @@ def packable(model: PreTrainedModel, links: Mapping[str, Link], quantised: Colle
         codes = all(one.removesuffix(".weight") in quantised for one in link.mlx)
         return codes and link.change == "same" and (bool(link.per_expert) or linear or isinstance(module, nn.Embedding))
 
-    return frozenset(name for name, link in links.items() if fits(name, link))
+    return {name: link for name, link in links.items() if fits(name, link)}
 
 
 def pack(

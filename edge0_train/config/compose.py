@@ -21,6 +21,7 @@ from edge0_runtime.contract.fields import check_fields
 from edge0_runtime.contract.tier import Tier
 from edge0_train.config.checks import check
 from edge0_train.config.fields import Config
+from edge0_train.config.grammar import hydra_sentence
 from edge0_train.config.phases import PHASES
 from edge0_train.config.tiers import config_directory, user_tiers
 
@@ -52,7 +53,7 @@ def configure(*overrides: str, config_dir: str | Path | None = None) -> Config:
         with _no_hydra(), user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
             composed = compose("train", [*overrides, *search])
     except HydraException as error:
-        raise Edge0Error(" ".join(str(error).split())) from error
+        raise Edge0Error(hydra_sentence(error)) from error
     return read_config(composed)
 
 

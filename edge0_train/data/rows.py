@@ -25,7 +25,8 @@ from edge0_train.run import write_json, write_text
 
 IGNORE = -100
 FINISH_REASONS = ("stop", "length")
-FIX = "write it with phase=teacher_text"
+AGAIN = "delete done.json of that run and continue it with resume=true: from its shards everything is written again"
+FIX = f"delete the file, and {AGAIN}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def read_data(directory: str | Path, max_length: int, vocabulary: int | None = N
     sides = {name: read_rows(directory / f"{name}.jsonl", vocabulary) for name in ("train", "held_out")}
     card = read_card(directory)
     if card["fingerprint"] != _fingerprint(directory):
-        raise Edge0Error(f"text.rows: {directory} was changed after its card was written; run phase=teacher_text again")
+        raise Edge0Error(f"text.rows: {directory} was changed after its card was written; {AGAIN}")
     dropped: dict[str, int] = {}
     for name, rows in sides.items():
         kept = []

@@ -16,6 +16,7 @@ from edge0_train.data.prompts import Limit, Prompts, load_prompts
 from edge0_train.data.rows import TextRow, read_rows, write_rows
 from edge0_train.report import progress
 from edge0_train.run import my_share
+from edge0_train.stopping import leave_together, polled
 
 SAMPLES = 8
 """Rows of a run that are written out as text, in its samples.jsonl."""
@@ -54,20 +55,25 @@ def write_shards(
 ) -> list[TextRow]:
     """Rows of all prompts, in order; batches of them are files in `directory`, spread over the ranks.
 
-    A shard that is on disk is taken as it is. Its number, its name and the run's seed fix its randomness.
+    A shard that is on disk is taken as it is. Its number, its name and the run's seed fix its randomness. Raises `Interrupted`
+    after a signal and the shard at hand.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shards = {start: directory / f"{name}-{start:08d}.jsonl" for start in range(0, len(prompts), config.sample.batch)}
     missing = [start for start, shard in shards.items() if not shard.exists()]
     PartialState().wait_for_everyone()  # all ranks have seen the same files before any of them writes
-    for start in progress(my_share(missing), f"{config.phase} {name}"):
-        chosen = prompts[start : start + config.sample.batch]
-        ids = [chat.prompt_ids(prompt) for prompt in chosen]
-        completions = writer(ids, zlib.crc32(f"{config.seed}/{name}/{start}".encode()))
-        rows = [
-            TextRow(prompt_ids, done.ids, done.finish_reason, prompt.task, prompt.answer)
-            for prompt_ids, done, prompt in zip(ids, completions, chosen, strict=True)
-        ]
-        write_rows(shards[start], rows)
-    PartialState().wait_for_everyone()
+    with polled() as stopped:
+        for start in progress(my_share(missing), f"{config.phase} {name}"):
+            if stopped():
+                break
+            chosen = prompts[start : start + config.sample.batch]
+            ids = [chat.prompt_ids(prompt) for prompt in chosen]
+            completions = writer(ids, zlib.crc32(f"{config.seed}/{name}/{start}".encode()))
+            rows = [
+                TextRow(prompt_ids, done.ids, done.finish_reason, prompt.task, prompt.answer)
+                for prompt_ids, done, prompt in zip(ids, completions, chosen, strict=True)
+            ]
+            write_rows(shards[start], rows)
+        kept = sum(shard.exists() for shard in shards.values())
+        leave_together(stopped(), f"{kept} of {len(shards)} batches of {config.phase} {name} are kept")
     return [row for shard in shards.values() for row in read_rows(shard)]

@@ -22,6 +22,7 @@ from edge0_train.data.rows import IGNORE, Batch, TextRow, collate
 from edge0_train.losses import CHUNK, token_logp, topk_with_tail
 from edge0_train.objectives.passes import hidden_at_labels, labels_of
 from edge0_train.run import my_share
+from edge0_train.stopping import leave_together, polled
 from edge0_train.student import StudentPath
 from edge0_train.teacher import build_teacher
 
@@ -80,7 +81,7 @@ def in_host_memory(model: nn.Module) -> Iterator[None]:
 def score(config: Config, directory: Path, scorer: Scorer, pad_id: int, rollout: list[TextRow]) -> list[Scored]:
     """The teacher's view of every row, cached in the round's directory as safetensors, each rank its share of the batches.
 
-    Raises Edge0Error when a file of scores lacks a field.
+    Raises Edge0Error when a file of scores lacks a field, `Interrupted` after a signal and the batch at hand.
     """
     starts = range(0, len(rollout), config.sample.batch)
     files = {start: directory / f"scores-{start:08d}.safetensors" for start in starts}
@@ -90,13 +91,17 @@ def score(config: Config, directory: Path, scorer: Scorer, pad_id: int, rollout:
 
     def write(teacher: StudentPath) -> None:
         for start in mine:
+            if stopped():
+                break
             batch = collate(rollout[start : start + config.sample.batch], pad_id, teacher.model.device)
             with atomic_replace(files[start]) as temporary:
                 temporary.write_bytes(save(teacher_scores(teacher, batch, config.on_policy.top_k)))
 
-    if mine:
-        scorer(write)
-    PartialState().wait_for_everyone()
+    with polled() as stopped:
+        if mine:
+            scorer(write)
+        kept = sum(file.exists() for file in files.values())
+        leave_together(stopped(), f"the scores of {kept} of {len(files)} batches are kept")
     scores = []
     for file in files.values():
         stored = load_file(str(file))

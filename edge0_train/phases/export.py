@@ -33,7 +33,7 @@ from edge0_train.build import Student, build_student
 from edge0_train.config import Config
 from edge0_train.data.rows import text_of
 from edge0_train.report import print_plan
-from edge0_train.run import Run
+from edge0_train.run import Run, remove_temporary
 from edge0_train.student import Decoding, StudentPath, generate
 from edge0_train.student.generate import StepRecord
 
@@ -57,6 +57,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     student = build_student(exact, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(exact, student)
     _place_base(Path(config.base.directory), target, student.base.identity)
+    remove_temporary(target)
     exported = Checkpoint.open(target)
     problems = {"base": upstream_base_problems(exported, tier)}
     for kind, adapter in adapters.items():
@@ -100,13 +101,16 @@ def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:
     temporary = target.with_name(target.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for file in sorted(base.iterdir()):
-        if file.is_file():
-            try:
-                os.link(file, temporary / file.name)
-            except OSError:
-                shutil.copy2(file, temporary / file.name)
-    temporary.rename(target)
+    try:
+        for file in sorted(base.iterdir()):
+            if file.is_file():
+                try:
+                    os.link(file, temporary / file.name)
+                except OSError:
+                    shutil.copy2(file, temporary / file.name)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing to remove
 
 
 def reference_trace(config: Config, student: Student) -> ReferenceTrace:

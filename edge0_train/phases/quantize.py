@@ -11,12 +11,15 @@ teacher, at K=4 .0076.
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
+from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.family import Names
+from edge0_runtime.contract.files import read_json
+from edge0_runtime.contract.tier import Tier
 from edge0_train.base import quantize_checkpoint
 from edge0_train.config import Config
 from edge0_train.report import print_plan
@@ -31,8 +34,28 @@ def quantize(config: Config, run: Run) -> dict[str, Any]:
         raise Edge0Error(
             f"base.source: {source} has no config.json; give the transformers directory of the original model"
         )
-    model_type = json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
+    model_type = read_json(config_file, "download it again").get("model_type")
     print_plan(config, {"source": f"{source} ({model_type})", "target": f"{target} ({config.base.names} names)"})
     if config.dry_run:
         return {}
-    return quantize_checkpoint(source, target, config.tier, names=cast(Names, config.base.names))
+    names = cast(Names, config.base.names)
+    if not config.resume:
+        return quantize_checkpoint(source, target, config.tier, names=names)
+    for partial in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+        shutil.rmtree(partial)
+    make = _compared if target.exists() else quantize_checkpoint
+    return make(source, target, config.tier, names=names)
+
+
+def _compared(source: Path, target: Path, tier: Tier, names: Names) -> dict[str, Any]:
+    """A run may be killed after its base has appeared and before its done.json: is `target` what `source` makes?"""
+    again = target.with_name(f".{target.name}.again.tmp")
+    try:
+        summary = quantize_checkpoint(source, again, tier, names=names)
+        if Checkpoint.open(again).fingerprint() != Checkpoint.open(target).fingerprint():
+            raise Edge0Error(
+                f"base.directory: {target} exists and is not what {source} makes; delete it or name another one"
+            )
+        return summary
+    finally:
+        shutil.rmtree(again, ignore_errors=True)

@@ -32,7 +32,6 @@ from edge0_train.build import load_heads
 from edge0_train.cli import run_phase
 from edge0_train.config import Config
 from edge0_train.data.rows import text_of
-from edge0_train.loop import Interrupted
 from edge0_train.measure.bench import Bench, Stage, open_bench, running
 from edge0_train.measure.drift import feature_drift
 from edge0_train.measure.overlap import adjacent_overlap
@@ -40,6 +39,7 @@ from edge0_train.measure.quality import measure
 from edge0_train.measure.survival import survival
 from edge0_train.report import table
 from edge0_train.run import open_run, read_summary, write_json, write_jsonl, write_text
+from edge0_train.stopping import Interrupted
 from recipes.paper_claims.arms import ARMS, FULL, QUICK, Arm, Budget, needed, nodes
 from recipes.paper_claims.claims import CLAIMS, Rows, judge, spread
 from recipes.runs import adapter_of, add_settings, configure_run
@@ -133,14 +133,14 @@ def run_node(place: Place, name: str) -> None:
         if node.function is None:
             run_phase(config)
         else:
-            run = open_run(config)
-            run.finish(node.function(run.config, run))
+            with open_run(config) as run:
+                run.finish(node.function(run.config, run))
     except Edge0Error as error:
         place.failed[name] = str(error)
         raise
     except Interrupted as stop:
-        print(stop)
-        sys.exit(0)
+        print(stop, file=sys.stderr)
+        raise
 
 
 def measure_arm(place: Place, arm: Arm) -> dict[str, float]:

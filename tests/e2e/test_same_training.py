@@ -41,15 +41,22 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     assert steps == sorted(set(steps))
 
 
-def test_sigterm_checkpoints_and_exits_cleanly(chain_to: ChainTo, tmp_path: Path) -> None:
+def test_trainings_stopped_at_random_moments_end_alike() -> None:
+    """A few trials of scripts/kill_and_resume.py; a recorded run has many (benchmarks/results/kill_and_resume)."""
+    script = Path(__file__).parents[2] / "scripts" / "kill_and_resume.py"
+    done = subprocess.run([sys.executable, script, "--trials", "3", "--seed", "7"], capture_output=True, text=True)
+    assert done.returncode == 0 and '"equal": 3' in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+def test_sigterm_checkpoints_and_tells_how_to_continue(chain_to: ChainTo, tmp_path: Path) -> None:
     where = (f"root={chain_to('student_sft')}", f"run_dir={tmp_path / 'run'}", *phase_settings("student_sft"))
     command = [sys.executable, "-m", "edge0_train", "phase=student_sft", *where]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     _wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert "resume=true" in output
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert said.splitlines()[-1].startswith("stopped by SIGTERM: step ") and said.rstrip().endswith(" resume=true")
     assert any((tmp_path / "run" / "checkpoints").glob("step-*.safetensors"))
 
 

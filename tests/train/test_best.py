@@ -16,7 +16,8 @@ import torch
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.best import Best
 from edge0_train.checkpoint import checkpoints
-from edge0_train.loop import Interrupted, train
+from edge0_train.loop import train
+from edge0_train.stopping import Interrupted
 from tests.train.toy_loop import OPTIM, Toy, metrics, run_in, same
 
 PATIENT = replace(OPTIM, steps=12, patience=3)
@@ -112,6 +113,23 @@ def test_damaged_best_values_are_named(tmp_path):
     whole = file.read_bytes()
     for content in (whole[:50], b""):
         file.write_bytes(content)
-        with pytest.raises(Edge0Error, match=r"best-00000005\.safetensors: .*optim\.patience=0"):
+        with pytest.raises(Edge0Error, match=r"best-00000005\.safetensors: .*another run_dir"):
             train(run_in(directory, resume=True), PATIENT, watched(Toy()))
     assert len(checkpoints(Path(directory) / "checkpoints")) == 1
+
+
+def test_a_resume_from_the_older_checkpoint_has_its_best_values(tmp_path):
+    """The newest checkpoint, at step 6, is damaged; at step 4 the best was step 3, and no later one is as good here."""
+    values: dict[int, list[torch.Tensor]] = {}
+    six = replace(PATIENT, steps=6)
+    train(run_in(tmp_path / "run", checkpoint_every=2), six, watched(Toy(), values))
+    directory = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in sorted(directory.glob("best-*"))] == [
+        "best-00000003.safetensors",
+        "best-00000005.safetensors",
+    ]
+    checkpoints(directory)[-1].write_bytes(b"")
+    toy = Toy()
+    worse = toy.objective(evaluate=lambda step: {"held_out": 9.0}, watch="held_out")
+    summary = train(run_in(tmp_path / "run", resume=True, checkpoint_every=2), six, worse)
+    assert summary["best_step"] == 3 and same(toy.values(), values[3])

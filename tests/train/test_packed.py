@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +206,33 @@ def test_a_sketch_gives_the_plan_of_a_loaded_packed_base(make_config: Make) -> N
     assert plan == _plan(config, loaded, rows)
     dense = _plan(make_config("student_sft"), sketch_student(make_config("student_sft"), lora=True, heads=True), rows)
     assert plan["parameters"] == dense["parameters"] and "int4 base" in plan["memory"]
+
+
+BITS = """
+import hashlib, sys
+from pathlib import Path
+from tests.train.test_packed import student, trained_values
+
+path = student(Path(sys.argv[1]), "device")
+values = trained_values(path)
+print([name for name, _ in path.model.named_buffers()])
+print(hashlib.sha256(b"".join(values[name].detach().numpy().tobytes() for name in sorted(values))).hexdigest())
+"""
+
+
+def test_a_packed_base_is_the_same_whatever_pythons_hash_seed(tmp_path: Path) -> None:
+    """Names that were once held in a set: modules, their buffers, and where they lie in memory followed its order."""
+    root = Path(__file__).parents[2]
+    quantize_checkpoint(tiny_qwen3_5_moe(tmp_path / "hf"), tmp_path / "int4", TIER)
+    command = [sys.executable, "-c", BITS, str(tmp_path / "int4")]
+    told = [
+        subprocess.run(
+            command,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and len(told[0].splitlines()) == 2

@@ -20,8 +20,9 @@ from hydra import compose, initialize_config_dir
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints
 from edge0_train.config import Config, config_directory, read_config
-from edge0_train.loop import Interrupted, train
+from edge0_train.loop import train
 from edge0_train.run import open_run
+from edge0_train.stopping import Interrupted
 from tests.train.toy_loop import OPTIM, Toy, metrics, run_in
 
 WORKER = Path(__file__)

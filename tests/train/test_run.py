@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,8 +22,9 @@ from omegaconf import OmegaConf
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, configure, read_config
+from edge0_train.environment import code_commit
 from edge0_train.loop import train
-from edge0_train.run import code_commit, open_run, start_wandb
+from edge0_train.run import Run, open_run
 from tests.train.toy_loop import OPTIM, Toy, run_in, same
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return configure(f"root={tmp_path}/root", "phase=student_sft")
+
+
+def begun(config: Config) -> Run:
+    """A run in which something has happened, stopped."""
+    with open_run(config) as run:
+        run.log(1, {"loss": 1.0})
+    return run
 
 
 def resumed(config: Config, **changes: object) -> Config:
@@ -43,7 +52,7 @@ def resumed(config: Config, **changes: object) -> Config:
 def test_a_new_run_writes_what_it_is(config):
     run = open_run(config)
     assert run.directory == Path(config.run_dir) and not run.is_done
-    assert sorted(p.name for p in run.directory.iterdir()) == ["config.yaml", "environment.json"]
+    assert sorted(p.name for p in run.directory.iterdir()) == ["config.yaml", "environment.json", "lock"]
     assert read_config(OmegaConf.load(run.directory / "config.yaml")) == config
 
 
@@ -67,7 +76,7 @@ def test_environment_names_command_versions_and_code(config, monkeypatch):
 
 
 def test_an_existing_run_is_not_touched_without_resume(config):
-    open_run(config)
+    begun(config)
     before = {p.name: p.read_bytes() for p in Path(config.run_dir).iterdir()}
     with pytest.raises(Edge0Error, match=r"run_dir: .*student_sft exists already.*resume=true"):
         open_run(config)
@@ -75,7 +84,7 @@ def test_an_existing_run_is_not_touched_without_resume(config):
 
 
 def test_resume_takes_up_the_same_settings(config):
-    open_run(config)
+    begun(config)
     other = dataclasses.replace(config.logger, every=1, checkpoint_every=1, wandb="disabled")
     run = open_run(resumed(config, logger=other, threads=4))  # how it is watched may change
     assert run.directory == Path(config.run_dir)
@@ -94,7 +103,7 @@ def test_resume_takes_up_the_same_settings(config):
     ],
 )
 def test_resume_with_another_setting_names_it(config, part, field, value):
-    open_run(config)
+    begun(config)
     if part:
         changed = resumed(config, **{part: dataclasses.replace(getattr(config, part), **{field: value})})
     else:
@@ -106,6 +115,65 @@ def test_resume_with_another_setting_names_it(config, part, field, value):
 
 def test_resume_of_nothing_starts_a_run(config):
     assert (open_run(resumed(config)).directory / "config.yaml").exists()
+
+
+class Fails(Exception):
+    pass
+
+
+@pytest.mark.parametrize("how", [Fails, KeyboardInterrupt, SystemExit, MemoryError])
+def test_a_run_in_which_nothing_happened_leaves_its_name_free(config, how):
+    with contextlib.suppress(how), open_run(config) as run:
+        run.record_inputs({"base": None, "teacher": {"name": "t"}})
+        (run.directory / "wandb/offline-run").mkdir(parents=True)
+        (run.directory / "wandb/offline-run/a.wandb").write_text("x")
+        run.checkpoints.mkdir()
+        raise how
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_was_killed_before_anything_happened_begins_anew(config, resume):
+    """kill -9 while the teacher is loading: the corrected command must not be refused."""
+    run = open_run(config)
+    run.record_inputs({"base": None, "teacher": {"name": "wrong"}})
+    (run.directory / ".inputs.json.12-ab.tmp").write_text("{")
+    corrected = dataclasses.replace(config, resume=resume, seed=9)
+    with open_run(corrected) as run:
+        run.record_inputs({"base": None, "teacher": {"name": "right"}})
+        assert "seed: 9" in (run.directory / "config.yaml").read_text()
+        run.log(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-00000001.safetensors", "thesis.tex", "shards/train-0.jsonl"])
+def test_a_run_in_which_something_happened_stays(config, name):
+    with contextlib.suppress(Fails), open_run(config) as run:
+        (run.directory / name).parent.mkdir(exist_ok=True)
+        (run.directory / name).write_text("x")
+        raise Fails
+    assert (run.directory / name).read_text() == "x" and (run.directory / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "wandb/run", "inputs.json"])
+def test_a_foreign_directory_with_familiar_names_is_left_alone(config, name):
+    file = Path(config.run_dir) / name
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    with pytest.raises(Edge0Error, match="is no run directory"):
+        open_run(config)
+    assert file.read_text() == "x" and not (Path(config.run_dir) / "lock").exists()
+
+
+def test_a_directory_that_cannot_be_filled_is_not_left_behind(config, monkeypatch):
+    """A disk that is full before the first file."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "environment.json")
+
+    monkeypatch.setattr("edge0_train.run.write_json", full)
+    with pytest.raises(Edge0Error, match=r"environment\.json: No space left on device .*free space"):
+        open_run(config)
+    assert not Path(config.run_dir).exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -180,59 +248,13 @@ def test_samples_are_a_file_and_a_table(config, monkeypatch):
 
 def test_limits_on_generated_rows_may_change_on_resume(config):
     """A run that a gate has stopped must be able to go on with another limit; what it generates may not change."""
-    open_run(config)
+    begun(config)
     open_run(resumed(config, sample=dataclasses.replace(config.sample, max_truncated=1.0, max_growth=9.0)))
     open_run(
         resumed(config, teacher=dataclasses.replace(config.teacher, resident=False))
     )  # where it lies, not what it says
     with pytest.raises(Edge0Error, match=r"resume: .*sample\.temperature"):
         open_run(resumed(config, sample=dataclasses.replace(config.sample, temperature=0.5)))
-
-
-def test_a_run_in_which_nothing_happened_leaves_its_name_free(config):
-    run = open_run(config)
-    run.record_inputs({"base": None, "teacher": {"name": "t"}})
-    run.discard_if_unused()
-    assert not run.directory.exists()
-
-
-# -- W&B ---------------------------------------------------------------------------------------------------------------
-
-
-def test_without_wandb_everything_is_in_metrics_jsonl(config, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what an absent package looks like to `import`
-    run = open_run(config)
-    start_wandb(run)
-    run.log(1, {"loss": 1.0})
-    assert run.wandb is None and run.metrics() == [{"step": 1, "loss": 1.0}]
-    assert "wandb is not installed" in capsys.readouterr().err
-
-
-def test_wandb_counts_by_our_own_step(config, monkeypatch):
-    """W&B refuses steps that go back, as a resume may: the step is a metric like others, and offline is the default."""
-    asked: dict[str, Any] = {}
-    defined: list[tuple[Any, ...]] = []
-    logged: list[dict[str, Any]] = []
-
-    def log(row: dict[str, Any], **arguments: Any) -> None:
-        assert not arguments
-        logged.append(row)
-
-    made = SimpleNamespace(define_metric=lambda name, step_metric: defined.append((name, step_metric)), log=log)
-    fake = SimpleNamespace(init=lambda **arguments: asked.update(arguments) or made, Settings=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    run = open_run(config)
-    start_wandb(run)
-    for step in (1, 2, 1):
-        run.log(step, {"loss": 0.5})
-    assert (
-        asked["mode"] == "offline" and asked["dir"] == str(run.directory) and asked["config"]["phase"] == "student_sft"
-    )
-    assert defined == [("*", "step")] and [row["step"] for row in logged] == [1, 2, 1]
-    quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, wandb="disabled"))
-    asked.clear()
-    start_wandb(dataclasses.replace(run, config=quiet, wandb=None))
-    assert not asked
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------
