@@ -143,11 +143,16 @@ def _provenance(
         base_fingerprint=base.fingerprint,
         tokenizer_hash=base.tokenizer_hash,
         template_hash=base.template_hash,
-        teacher=Teacher(Path(config.teacher.directory).name, _teacher_revision(config.teacher.directory)),
+        teacher=_teacher(config.teacher.directory),
         data=data,
         prerouter_sha256=prerouter_sha256,
         created=now,
     )
+
+
+def _teacher(directory: str) -> Teacher:
+    """The teacher as provenance names it; one that no setting names is not made up."""
+    return Teacher(Path(directory).name, _teacher_revision(directory)) if directory else Teacher("not set", "not set")
 
 
 @functools.cache

@@ -139,7 +139,7 @@ def input_identity(config: Config) -> dict[str, Any]:
     """What a training run is made from, for its inputs.json: base, tokenizer, chat template, teacher.
 
     Fingerprints cover names, shapes and the ends of all tensors (`Checkpoint.fingerprint`); an adapter's provenance has the
-    sha256 of the teacher's whole files. The base is null before phase=quantize, a teacher without weights here has none.
+    sha256 of the teacher's whole files. The base is null before phase=quantize, a teacher without weights here has none, nor one that is not set.
     """
     base = None
     if config.phase != "teacher_text":
@@ -151,7 +151,7 @@ def input_identity(config: Config) -> dict[str, Any]:
         }
     directory = Path(config.teacher.directory)
     teacher: dict[str, Any] = {"name": directory.name, "fingerprint": None}
-    if any(directory.glob(SHARD_PATTERN)):
+    if config.teacher.directory and any(directory.glob(SHARD_PATTERN)):
         checkpoint = Checkpoint.open(directory)
         teacher |= {
             "fingerprint": checkpoint.fingerprint(),

@@ -14,7 +14,7 @@ class PhaseFacts:
 
     Attributes:
         sentence: what it does, for `--help` and the page of all settings.
-        needs: settings without a default (`Setting.example`) that it reads.
+        needs: settings without a default that it reads.
         defaults: {setting: value} where the phase's own default is not the one of the map of all settings.
         trains: it runs the optimizer loop: a W&B run is opened.
         records_inputs: its run directory says in inputs.json what it was made from.
@@ -46,21 +46,18 @@ PHASES: dict[str, PhaseFacts] = {
     ),
     "head_distill": PhaseFacts(
         "prerouter heads against the next layer's true router, one token ahead",
-        needs=("teacher.directory",),
         trains=True,
         records_inputs=True,
         stage="heads only",
     ),
     "head_refine": PhaseFacts(
         "the same heads, trained on the features that their own routing produces",
-        needs=("teacher.directory",),
         trains=True,
         records_inputs=True,
         stage="+ refinement",
     ),
     "student_sft": PhaseFacts(
         "the recovery LoRA on teacher text, prerouting on; the heads train along",
-        needs=("teacher.directory",),
         defaults={"inputs.lora": ""},
         trains=True,
         records_inputs=True,

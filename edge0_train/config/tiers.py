@@ -16,7 +16,6 @@ source of configs that looks into tier files, and one that lets it look there be
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config.fields import all_settings
+from edge0_train.config.fields import all_settings, nearest_setting
 from edge0_train.config.phases import PHASES
 
 SECTION, LIKE, ALL = "settings", "like", "all"
@@ -116,8 +115,7 @@ def _check(file: Path, section: Any) -> None:
             continue
         for name in _names(f"{where}.{key}", values):
             if name not in all_settings():
-                near = difflib.get_close_matches(name, all_settings(), n=1, cutoff=0)[0]
-                raise Edge0Error(f"{where}.{key}.{name}: no such setting; did you mean {near}?")
+                raise Edge0Error(f"{where}.{key}.{name}: no such setting; did you mean {nearest_setting(name)}?")
 
 
 def _names(where: str, values: Any, prefix: str = "") -> Iterator[str]:

@@ -31,7 +31,6 @@ from edge0_train.data.prompts import Prompt, load_prompts
 from edge0_train.data.rows import TextRow, read_rows
 from edge0_train.data.writing import SAMPLES, prompt_limit, write_shards
 from edge0_train.loop import train
-from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.objectives.on_policy import on_policy_objective
 from edge0_train.objectives.scoring import Scored, Scorer, score
 from edge0_train.objectives.student import describe_predictability, lora_parameters
@@ -43,7 +42,8 @@ from edge0_train.student import StudentPath, lora_tensors
 
 def on_policy(config: Config, run: Run) -> dict[str, Any]:
     """Train the LoRA on its own completions; base and heads stay frozen."""
-    rounds, steps, rows = _arithmetic(config)
+    rounds, optim = config.on_policy.rounds, config.optim
+    steps, rows = optim.steps // rounds, optim.rows * optim.steps // rounds
     prompts = _prompts(config, rounds, rows)
     if config.dry_run:
         print_plan(config, _plan(config, sketch_student(config, lora=True, heads=True)))
@@ -87,19 +87,6 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
         prerouter_sha256=student.prerouter.sha256 if student.prerouter else None,
     )
     return {**result, "rounds": [RowHealth.of(_stored(run, n)).to_dict() for n in range(rounds)]}
-
-
-def _arithmetic(config: Config) -> tuple[int, int, int]:
-    """Rounds, and of each its steps and completions. Raises Edge0Error for settings that contradict each other."""
-    optim, sample, rounds, loss = config.optim, config.sample, config.on_policy.rounds, config.on_policy.loss
-    if ON_POLICY_LOSSES[loss].own_samples and (sample.temperature, sample.top_p) != (1.0, 1.0):
-        raise Edge0Error(
-            f"sample: temperature {sample.temperature} and top_p {sample.top_p}; on_policy.loss={loss} estimates"
-            " with what the student itself would write: set both to 1"
-        )
-    if optim.steps % rounds:
-        raise Edge0Error(f"optim.steps: {optim.steps} is not a multiple of on_policy.rounds={rounds}")
-    return rounds, optim.steps // rounds, optim.rows * optim.steps // rounds
 
 
 def _prompts(config: Config, rounds: int, rows: int) -> list[Prompt]:
