@@ -15,12 +15,12 @@ from edge0_runtime.contract.artifacts import Adapter
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import sha256_file, strict_json
+from edge0_runtime.contract.files import read_json, sha256_file
 from edge0_train.adapters import BaseInfo, base_info, read_input
 from edge0_train.base import load_base, load_teacher
 from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import empty_model
-from edge0_train.base.names import mlx_config
+from edge0_train.base.names import mlx_config, own_fields, tier_config
 from edge0_train.base.weights import Residency
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
@@ -29,6 +29,7 @@ from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
 
 EXPERTS = "grouped_mm"
 """transformers' expert kernel: the fastest on CPU and CUDA at training shapes, and at decoding's on CPU (docs/parity.md 6)."""
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -83,20 +84,22 @@ def warm_heads(path: StudentPath) -> PrerouterHeads:
 
 
 def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
-    """The student's modules and shapes on the meta device, for `dry_run=true`: no weights and no adapters are read.
+    """The student's modules and shapes on the meta device, for plans: no weights and no adapters are read.
 
-    All it needs is a config.json: that of `base.directory`, or before phase=quantize has run, that of `base.source`.
+    They are those of the config.json of `base.directory`, or before phase=quantize has run, that of `base.source`, or before
+    there is any, of the tier.
     """
     layout = config.tier.layout
-    places = [Path(config.base.directory) / "config.json", Path(config.base.source) / "config.json"]
-    file = next((place for place in places if place.is_file()), None)
+    places = [Path(place) for place in (config.base.directory, config.base.source) if place]
+    file = next((place / "config.json" for place in places if (place / "config.json").is_file()), None)
     if file is None:
-        raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
-    try:
-        found = mlx_config(layout, strict_json(file.read_bytes()))
-    except (ValueError, AttributeError, KeyError) as error:
-        raise Edge0Error(f"{file}: not a model's config.json ({error}); download it again") from error
-    described = Checkpoint(file.parent, found, {})
+        found = mlx_config(layout, own_fields(tier_config(config.tier, **dict.fromkeys(SPECIAL_IDS))))
+    else:
+        try:
+            found = mlx_config(layout, read_json(file, "download it again"))
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise Edge0Error(f"{file}: not a model's config.json ({error}); download it again") from error
+    described = Checkpoint(file.parent if file else Path(), found, {})
     described.check_architecture(config.tier)
     model = empty_model(described.text_config(), layout, DTYPES[config.base.dtype])
     model.requires_grad_(False)
@@ -139,7 +142,8 @@ def input_identity(config: Config) -> dict[str, Any]:
     """What a training run is made from, for its inputs.json: base, tokenizer, chat template, teacher.
 
     Fingerprints cover names, shapes and the ends of all tensors (`Checkpoint.fingerprint`); an adapter's provenance has the
-    sha256 of the teacher's whole files. The base is null before phase=quantize, a teacher without weights here has none, nor one that is not set.
+    sha256 of the teacher's whole files. The base is null before phase=quantize; a teacher that is not set, or without weights
+    here, has none.
     """
     base = None
     if config.phase != "teacher_text":

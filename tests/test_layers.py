@@ -31,14 +31,18 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "edge0_train": (
         ("base", "checkpoint", "best", "config"),  # the int4 base in torch; what is kept of a run; settings
-        ("student", "run", "report"),  # the student path, which knows no settings; run directory; what is printed
+        ("student", "run", "report", "machine"),  # the student path, which knows no settings; run directory; what is printed
         ("data",),  # text rows; they are written by a student or teacher
         ("losses", "loop"),
-        ("adapters", "plan"),  # files between phases; what is said before step 1
+        ("adapters",),  # files between phases
         ("build", "synthetic", "propose"),  # from settings to models
         ("objectives",),
         ("measure",),
-        ("phases",),
+        ("memory",),
+        ("fit",),  # a machine's memory against a phase's
+        ("plan",),  # what is said before step 1
+        ("inputs",),  # what a phase finds before it starts
+        ("phases", "doctor"),
         ("cli",),
         ("__main__",),
     ),

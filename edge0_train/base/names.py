@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.links import Config, Link
+from edge0_runtime.contract.tier import Tier
 
 
 def transformers_module(family_name: str, mlx_module: str) -> str:
@@ -41,6 +42,15 @@ def _linear(family_name: str, path: str, links: Sequence[Link]) -> Link:
 def mlx_config(layout: Family, config: Config) -> dict[str, Any]:
     """config.json that mlx-lm and transformers both read, from a transformers or MLX model's of that family."""
     return layout.mlx_config(config, lambda kind, fields: own_fields(AutoConfig.for_model(kind, **fields)))
+
+
+def tier_config(tier: Tier, **fields: Any) -> PreTrainedConfig:
+    """transformers' config of the tier's architecture and router, with `fields` and the library's defaults elsewhere."""
+    layout = tier.layout
+    made = dict(tier.architecture) | fields
+    made |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
+    named = {layout.aliases.get(name, name): value for name, value in made.items()}
+    return AutoConfig.for_model(layout.hf_model_type, **named)
 
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:

@@ -50,7 +50,11 @@ def examples(tier: Tier) -> dict[str, tuple[str, str]]:
     """{setting without a default: (an assignment, how to come by what it names)}."""
     directory = f"models/{tier.model}"
     fetch = f"python scripts/fetch_models.py teacher-{tier.name} {directory}"
-    teacher = f"`{fetch}` downloads the teacher" if tier.name in ("35b", "8b") else "the original model in transformers' layout"
+    teacher = (
+        f"`{fetch}` downloads the teacher"
+        if tier.name in ("35b", "8b")
+        else "the original model in transformers' layout"
+    )
     return {
         "base.source": (f"teacher.directory={directory}", teacher),
         "teacher.directory": (f"teacher.directory={directory}", teacher),

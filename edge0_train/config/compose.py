@@ -94,10 +94,16 @@ def check_choices(words: Sequence[str], own: Sequence[Path] = ()) -> None:
         name = override.key_or_group
         if name in GROUPS:
             _check_choice(name, override, choices_of(name, *own))
-        elif name not in {*all_settings(), *groups()} and name.partition(".")[0] not in ("tier", "hydra") and "/" not in name:
+        elif not _is_setting(name):
             raise Edge0Error(
-                f"{shown(name)[1:-1]}: no such setting; did you mean {nearest_setting(name)}? `python -m edge0_train settings` has all"
+                f"{shown(name)[1:-1]}: no such setting; did you mean {nearest_setting(name)}?"
+                " `python -m edge0_train settings` has all"
             )
+
+
+def _is_setting(name: str) -> bool:
+    """A setting, a group of them, a field of the tier (which checks its own), or Hydra's business."""
+    return name in {*all_settings(), *groups()} or name.partition(".")[0] in ("tier", "hydra") or "/" in name
 
 
 GROUPS = ("phase", "tier", "hardware", "experiment")
@@ -119,8 +125,8 @@ def _check_choice(group: str, override: Override, known: Sequence[str]) -> None:
             raise Edge0Error(f"{group}: empty; choose one of {', '.join(known)}, or leave it out")
         if one not in known:
             near = difflib.get_close_matches(one, known, n=1)
-            meant = f"did you mean {near[0]}? Others" if near else "choose one of"
-            raise Edge0Error(f"{group}: {one!r} is unknown; {meant} {', '.join(x for x in known if x not in near)}")
+            meant = f"did you mean {near[0]}? It is" if near else "choose"
+            raise Edge0Error(f"{group}: {one!r} is unknown; {meant} one of {', '.join(known)}")
     if override.is_add() and not isinstance(value, list):
         raise Edge0Error(f"+{group}={value}: the group is there already; write {group}={value}")
 

@@ -20,6 +20,17 @@ from edge0_train.config.setting import Setting, names_in, setting
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What a plan is compared with: `hardware=NAME` sets it all and what fits there; 0 is what this machine has."""
+
+    name: str = setting("A file of configs/hardware.", "", may_be_empty=True, volatile=True)
+    processes: int = setting("Of one training on it, a device each.", 0, least=0, at_most=1024, volatile=True)
+    device_gib: float = setting("Memory of a process's device.", 0.0, least=0, volatile=True)
+    host_gib: float = setting("Memory of the host, for all processes.", 0.0, least=0, volatile=True)
+    note: str = setting("Why a phase does not fit there, and what to do instead.", "", may_be_empty=True, volatile=True)
+
+
+@dataclass(frozen=True)
 class Base:
     """The int4 checkpoint in MLX's layout, and how its dequantisation is held (float32 arithmetic, rounded once to dtype)."""
 
@@ -70,9 +81,14 @@ class Text:
         may_be_empty=True,
     )
     rows: str = setting("Run directory of phase=teacher_text.", "${root}/teacher_text")
-    max_length: int = setting("Tokens of prompt + completion; longer rows are dropped and counted.", 4096, least=2, at_most=2**20)
+    max_length: int = setting(
+        "Tokens of prompt + completion; longer rows are dropped and counted.", 4096, least=2, at_most=2**20
+    )
     pack_length: int = setting(
-        "Heads and student_sft train on lines of this many tokens that rows share; 0: one row a line.", 0, least=0, at_most=2**20
+        "Heads and student_sft train on lines of this many tokens that rows share; 0: one row a line.",
+        0,
+        least=0,
+        at_most=2**20,
     )
 
 
@@ -90,7 +106,11 @@ class Sample:
     )
     backend: str = setting("What generates in phase=teacher_text.", "transformers", choices=("transformers", "vllm"))
     max_truncated: float = setting(
-        "The run stops when a larger share of generated rows hits max_new_tokens.", 0.9, least=0, at_most=1, volatile=True
+        "The run stops when a larger share of generated rows hits max_new_tokens.",
+        0.9,
+        least=0,
+        at_most=1,
+        volatile=True,
     )
     max_repetitive: float = setting(
         "The run stops when a larger share of generated rows repeats itself.", 0.5, least=0, at_most=1, volatile=True
@@ -204,6 +224,7 @@ class Config:
     )
     dry_run: bool = setting("Print the plan and stop.", False, volatile=True)
     tier: Tier
+    hardware: Hardware
     base: Base
     teacher: Teacher
     text: Text

@@ -58,15 +58,23 @@ class Setting:
             for item in value if isinstance(value, tuple) else (value,):
                 if item not in allowed:
                     raise Edge0Error(f"{name}: {item!r} is unknown; choose one of {', '.join(allowed)}")
-        if isinstance(value, str) and not value.strip() and not self.may_be_empty:
+        if isinstance(value, str):
+            self._check_text(name, value)
+        elif isinstance(value, int | float):
+            self._check_number(name, value)
+
+    def _check_text(self, name: str, value: str) -> None:
+        if not value.strip() and not self.may_be_empty:
             raise Edge0Error(f"{name}: empty; give a value, or leave it out for the default ({self.default})")
-        if isinstance(value, str) and not value.isprintable():
+        if not value.isprintable():
             raise Edge0Error(f"{name}: {shown(value)} has characters that cannot be printed; retype it")
-        if isinstance(value, float) and not math.isfinite(value):
+
+    def _check_number(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
             raise Edge0Error(f"{name}: {value} is not finite; give a number")
-        if not isinstance(value, int | float):
-            return
-        least, most = (limit if limit is not None else sign * MOST for limit, sign in ((self.least, -1), (self.at_most, 1)))
+        least, most = (
+            limit if limit is not None else sign * MOST for limit, sign in ((self.least, -1), (self.at_most, 1))
+        )
         if value < least:
             raise Edge0Error(f"{name}: {shown(value)} is below {least}; raise it")
         if self.above is not None and value <= self.above:

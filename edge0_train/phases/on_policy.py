@@ -121,7 +121,7 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
         f" {optim.steps // rounds} steps",
         "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}"
         + describe_predictability(config),
-        **training_plan(config, path, lora_parameters(path), rows, through_base=True),
+        **training_plan(config, path, lora_parameters(path), rows),
     }
 
 

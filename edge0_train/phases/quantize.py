@@ -17,6 +17,8 @@ from typing import Any
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.base import quantize_checkpoint
 from edge0_train.config import Config
+from edge0_train.data.counts import Rows
+from edge0_train.plan import memory_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 
@@ -30,7 +32,10 @@ def quantize(config: Config, run: Run) -> dict[str, Any]:
             f"base.source: {source} has no config.json; give the transformers directory of the original model"
         )
     model_type = json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
-    print_plan(config, {"source": f"{source} ({model_type})", "target": str(target)})
+    print_plan(
+        config,
+        {"source": f"{source} ({model_type})", "target": str(target), **memory_plan(config, Rows.unwritten(config))},
+    )
     if config.dry_run:
         return {}
     return quantize_checkpoint(source, target, config.tier)

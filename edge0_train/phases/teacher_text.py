@@ -20,10 +20,12 @@ from edge0_train.build import build_teacher, check_tokenizer, hash_tokenizer
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter, VllmWriter, Writer
+from edge0_train.data.counts import Rows
 from edge0_train.data.health import check_rows
 from edge0_train.data.prompts import Prompts, load_prompts
 from edge0_train.data.rows import TextRow, distinct, write_data
 from edge0_train.data.writing import SAMPLES, prompt_limit, write_shards
+from edge0_train.plan import memory_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 
@@ -75,6 +77,7 @@ def _plan(config: Config, prompts: Prompts) -> dict[str, str]:
         "prompts": f"{train:,} train, {held_out:,} held out (dropped: {dropped})",
         "completions": f"at most {sample.max_new_tokens:,} tokens each, {most:,} in all; temperature {sample.temperature},"
         f" top-p {sample.top_p}, {sample.batch} at a time, by {sample.backend}",
+        **memory_plan(config, Rows.unwritten(config)),
     }
 
 
