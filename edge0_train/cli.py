@@ -21,7 +21,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config import PHASES, Config, check_choices, config_directory, read_config, user_tiers
+from edge0_train.config import (
+    PHASES,
+    Config,
+    check_chain,
+    check_choices,
+    check_order,
+    config_directory,
+    read_config,
+    user_tiers,
+)
 
 if TYPE_CHECKING:  # they import torch
     from edge0_train.phases import Phase
@@ -118,7 +127,7 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "
 def _hydra_main(composed: DictConfig) -> None:
     try:
         if composed.phase == "all":
-            run_chain(list(composed.chain), list(HydraConfig.get().overrides.task))
+            run_chain(composed.chain, list(HydraConfig.get().overrides.task))
         else:
             run_phase(_read(composed))
     except Edge0Error as error:
@@ -130,9 +139,14 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
 
     All are read before the first one starts: what is wrong with the last one is not said hours later.
     """
+    from edge0_train.inputs import check_chain_inputs
+
     kept = [override for override in overrides if not override.startswith("phase=")]
     began = time.time()
-    for config in [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]:
+    configs = [read_config(compose("train", [*kept, f"phase={name}"])) for name in check_order(chain)]
+    check_chain(configs)
+    check_chain_inputs(configs)
+    for config in configs:
         run_phase(config)
     print(f"phase=all: done in {time.time() - began:.0f} s")
 
@@ -141,15 +155,17 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it was interrupted or is done already."""
     from accelerate import PartialState
 
+    from edge0_train.inputs import check_inputs
     from edge0_train.phases import phase_function
-    from edge0_train.run import Run, open_run, start_wandb
+    from edge0_train.run import open_run, start_wandb
 
     phase = phase_function(config.phase)
     set_up_torch(config.threads, config.base.device)
     _quiet_transformers(config.base.device)
     if config.dry_run:
-        phase(config, Run(Path(config.run_dir), config))
+        plan_phase(phase, config)
         return None
+    check_inputs(config)
     state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
@@ -163,6 +179,19 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     summary = _do_phase(phase, config, run, is_main=state.is_main_process)
     state.wait_for_everyone()
     return summary
+
+
+def plan_phase(phase: Phase, config: Config) -> None:
+    """A dry run: the plan, then everything that would stop the phase."""
+    from edge0_train.inputs import check_dry_run
+    from edge0_train.run import Run
+
+    try:
+        phase(config, Run(Path(config.run_dir), config))
+    except Edge0Error:
+        check_dry_run(config)  # what is missing says more than what the plan could not be made from
+        raise
+    check_dry_run(config)
 
 
 def _read(composed: DictConfig) -> Config:

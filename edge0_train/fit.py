@@ -93,8 +93,8 @@ def _savings(config: Config) -> Iterator[tuple[str, Any]]:
             and not base.gradient_checkpointing
         ):
             yield "base.gradient_checkpointing", True
-    if base.residency == "device" and base.device != "cpu":
-        yield "base.residency", "host"
+    if base.residency == "device":
+        yield "base.residency", "disk" if base.device == "cpu" else "host"
 
 
 def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:

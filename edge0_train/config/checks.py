@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import shown
-from edge0_runtime.contract.tier import Tier
+from edge0_train.config.command import examples
 from edge0_train.config.fields import Config, all_settings, value_of
 from edge0_train.config.phases import PHASE_NAMES, PHASES
 
 COOLEST = 0.01
 """The least temperature above 0: logits over less overflow, and what is drawn is the likeliest token anyway."""
-ONE_PROMPT = '{"messages": [{"role": "user", "content": "Hi"}]}'
 
 
 def check(config: Config) -> None:
@@ -27,8 +26,10 @@ def check(config: Config) -> None:
         across(config)
 
 
-def check_order(chain: Sequence[str]) -> None:
-    """Raise Edge0Error unless `chain` names phases, each once, in the order in which they build on each other."""
+def check_order(chain: object) -> tuple[str, ...]:
+    """The names of a chain. Raises Edge0Error unless they are phases, each once, in the order of `PHASES`."""
+    if not isinstance(chain, Sequence) or isinstance(chain, str):
+        raise Edge0Error(f"chain: {shown(chain)} is no list; write e.g. chain=[quantize,teacher_text]")
     if not chain:
         raise Edge0Error(f"chain: empty; name phases, or leave it out for the default ({', '.join(PHASE_NAMES)})")
     unknown = [name for name in chain if name not in PHASES]
@@ -40,26 +41,22 @@ def check_order(chain: Sequence[str]) -> None:
     ordered = sorted(chain, key=PHASE_NAMES.index)
     if ordered != list(chain):
         raise Edge0Error(f"chain: a phase comes before one that it builds on; write chain=[{','.join(ordered)}]")
+    return tuple(chain)
+
+
+def check_chain(configs: Sequence[Config]) -> None:
+    """Raise Edge0Error when the phases of one chain would write into the same place."""
+    directories = Counter(config.run_dir for config in configs)
+    shared = [directory for directory, count in directories.items() if count > 1]
+    if shared:
+        raise Edge0Error(
+            f"run_dir: {shared[0]} is shared by {directories[shared[0]]} phases, but each has a directory of its own;"
+            " leave it out, and say with root=DIR where they lie"
+        )
 
 
 def _chain(config: Config) -> None:
     check_order(config.chain)
-
-
-def examples(tier: Tier) -> dict[str, tuple[str, str]]:
-    """{setting without a default: (an assignment, how to come by what it names)}."""
-    directory = f"models/{tier.model}"
-    fetch = f"python scripts/fetch_models.py teacher-{tier.name} {directory}"
-    teacher = (
-        f"`{fetch}` downloads the teacher"
-        if tier.name in ("35b", "8b")
-        else "the original model in transformers' layout"
-    )
-    return {
-        "base.source": (f"teacher.directory={directory}", teacher),
-        "teacher.directory": (f"teacher.directory={directory}", teacher),
-        "text.prompts": ("text.prompts=prompts.jsonl", f"a line of prompts.jsonl: {ONE_PROMPT}"),
-    }
 
 
 def _needs(config: Config) -> None:

@@ -60,6 +60,11 @@ def user_tiers(*directories: Path) -> Iterator[None]:
         _user_directories.reset(token)
 
 
+def user_directories() -> tuple[Path, ...]:
+    """The directories of the innermost `user_tiers`."""
+    return _user_directories.get()
+
+
 def tier_file(name: str, *directories: Path) -> Path | None:
     """The file of a tier in the first of the directories that has it."""
     files = (directory / "tier" / f"{name}.yaml" for directory in directories)
