@@ -119,7 +119,14 @@ def settings(arguments: Sequence[str]) -> None:
     print(pages[tuple(arguments)](), end="")
 
 
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "settings": settings}
+def doctor(arguments: Sequence[str]) -> None:
+    """what this machine has and lacks for each phase of a tier, and about how long each takes."""
+    from edge0_train.doctor import doctor_command
+
+    doctor_command(arguments)
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "settings": settings, "doctor": doctor}
 """{first word: function of the others}; a docstring's first line is the command's help."""
 
 
@@ -145,6 +152,9 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
     began = time.time()
     configs = [read_config(compose("train", [*kept, f"phase={name}"])) for name in check_order(chain)]
     check_chain(configs)
+    if configs[0].dry_run:
+        plan_phases(configs)
+        return
     check_chain_inputs(configs)
     for config in configs:
         run_phase(config)
@@ -163,7 +173,7 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     set_up_torch(config.threads, config.base.device)
     _quiet_transformers(config.base.device)
     if config.dry_run:
-        plan_phase(phase, config)
+        plan_phases([config])
         return None
     check_inputs(config)
     state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
@@ -181,17 +191,21 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     return summary
 
 
-def plan_phase(phase: Phase, config: Config) -> None:
-    """A dry run: the plan, then everything that would stop the phase."""
-    from edge0_train.inputs import check_dry_run
+def plan_phases(configs: Sequence[Config]) -> None:
+    """A dry run of one phase or of a chain: the plans, then everything that would stop them."""
+    from edge0_train.inputs import check_chain_inputs
+    from edge0_train.phases import phase_function
     from edge0_train.run import Run
 
     try:
-        phase(config, Run(Path(config.run_dir), config))
+        for config in configs:
+            set_up_torch(config.threads, config.base.device)
+            _quiet_transformers(config.base.device)
+            phase_function(config.phase)(config, Run(Path(config.run_dir), config))
     except Edge0Error:
-        check_dry_run(config)  # what is missing says more than what the plan could not be made from
+        check_chain_inputs(configs)  # what is missing says more than what the plan could not be made from
         raise
-    check_dry_run(config)
+    check_chain_inputs(configs)
 
 
 def _read(composed: DictConfig) -> Config:

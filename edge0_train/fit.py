@@ -26,7 +26,7 @@ def shortfalls(config: Config, need: Need, at_hand: Limits) -> list[str]:
         for where, (wanted, there) in pools.items()
         if wanted > SHARE * there
     ]
-    if not on_cpu and not at_hand.device:
+    if device and not on_cpu and not at_hand.device:
         short.append(f"{device / GIB:.1f} GiB on a GPU, {at_hand.name} has none")
     elif not short and not on_cpu and at_hand.free is not None and device > at_hand.free:
         short.append(f"{device / GIB:.1f} GiB on the device, of which only {at_hand.free / GIB:.1f} are free now")
@@ -100,6 +100,7 @@ def _savings(config: Config) -> Iterator[tuple[str, Any]]:
 def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
     """The configuration with other values of settings, by their names on the command line."""
     for name, value in changes.items():
-        group, _, field = name.partition(".")
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
+        group, _, field = name.rpartition(".")
+        new = dataclasses.replace(getattr(config, group), **{field: value}) if group else value
+        config = dataclasses.replace(config, **{group or field: new})
     return config

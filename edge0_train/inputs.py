@@ -26,6 +26,7 @@ from edge0_train.config import ONE_PROMPT, PHASES, Config, command, examples, fe
 from edge0_train.data.counts import Rows
 from edge0_train.data.prompts import load_prompts
 from edge0_train.fit import with_settings, would_fit
+from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.machine import disk_free, limits
 from edge0_train.memory import GIB, phase_need
 
@@ -51,11 +52,6 @@ def check_chain_inputs(configs: Sequence[Config]) -> None:
             problems += [*_run_directory(config), *_told(_enough_prompts, config)]
         _raise(config, problems)
         made.update(PHASES[config.phase].writes)
-
-
-def check_dry_run(config: Config) -> None:
-    """`check_inputs`, and whether the run directory is free."""
-    _raise(config, [*missing_inputs(config), *_run_directory(config)])
 
 
 def missing_inputs(config: Config, made: Collection[str] = ()) -> list[str]:
@@ -120,6 +116,15 @@ def _writer(config: Config) -> Iterator[str]:
         yield "sample.backend: vllm is not installed; `pip install vllm`, or sample.backend=transformers"
 
 
+def _loss(config: Config) -> Iterator[str]:
+    sample, loss = config.sample, config.on_policy.loss
+    if ON_POLICY_LOSSES[loss].own_samples and (sample.temperature, sample.top_p) != (1.0, 1.0):
+        yield (
+            f"sample: temperature {sample.temperature} and top_p {sample.top_p}; on_policy.loss={loss} estimates"
+            " with what the student itself would write: set both to 1"
+        )
+
+
 def _teacher_directory(config: Config) -> str:
     """Where the teacher is, or is to be."""
     return config.teacher.directory or f"models/{config.tier.model}"
@@ -151,7 +156,7 @@ def _model(name: str, directory: str, config: Config) -> Iterator[str]:
     if not place.is_dir():
         yield f"{name}: {directory} does not exist; {fetch_teacher(config.tier, directory)}"
     elif not (place / "config.json").is_file():
-        yield f"{name}: {directory} has no config.json; give the directory of the original model"
+        yield f"{name}: {directory} has no config.json; {fetch_teacher(config.tier, directory)}"
     elif not any(place.glob(SHARD_PATTERN)):
         other = ", ".join(sorted(path.name for path in place.glob("*.bin"))[:3])
         yield (
@@ -244,6 +249,7 @@ def _any_heads(config: Config) -> Iterator[str]:
 CHECKS: dict[str, Check] = {
     "device": _device,
     "writer": _writer,
+    "loss": _loss,
     "source": _source,
     "new base": _new_base,
     "teacher": _teacher,

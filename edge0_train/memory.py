@@ -185,7 +185,8 @@ class Sizes:
     def generation(self, rows: int, prompt: int, new: int) -> Parts:
         """A batch of completions: the cache at its end, the pass over the prompts, the logits of a step."""
         vocabulary = self.config.tier.architecture["vocab_size"]
-        tokens, per_token, state = rows * (prompt + new), *cache_values(self.config.tier.architecture)
+        tokens = rows * (prompt + new)
+        per_token, state = cache_values(self.config.tier.architecture)
         return {
             f"cache: {tokens:,} tokens x {per_token:,} values x {self.width} B": tokens * per_token * self.width,
             f"recurrent states: {rows:,} rows x {state:,} values x 4 B": rows * state * 4,

@@ -92,20 +92,12 @@ def _temperature(config: Config) -> None:
 def _on_policy(config: Config) -> None:
     if config.phase != "on_policy":
         return
-    sample, loss, steps, rounds = config.sample, config.on_policy.loss, config.optim.steps, config.on_policy.rounds
+    steps, rounds = config.optim.steps, config.on_policy.rounds
     if steps % rounds:
         nearest = max(rounds, round(steps / rounds) * rounds)
         raise Edge0Error(
             f"optim.steps: {steps} is not a multiple of on_policy.rounds={rounds}; take e.g. optim.steps={nearest}"
         )
-    if (sample.temperature, sample.top_p) != (1.0, 1.0):
-        from edge0_train.losses import ON_POLICY_LOSSES  # imports torch: only for who asks
-
-        if ON_POLICY_LOSSES[loss].own_samples:
-            raise Edge0Error(
-                f"sample: temperature {sample.temperature} and top_p {sample.top_p}; on_policy.loss={loss} estimates"
-                " with what the student itself would write: set both to 1"
-            )
 
 
 def _vocabulary(config: Config) -> None:

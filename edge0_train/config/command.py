@@ -60,10 +60,18 @@ def command(config: Config, phase: str, *more: str) -> str:
 
 def quoted(value: str) -> str:
     """A value in Hydra's grammar: as it is if it has plain characters only, else in quotes."""
-    if re.fullmatch(r"[\w./~-]+", value):
+    if re.fullmatch(r"[A-Za-z/.~][\w./~-]*", value, re.ASCII) and _is_word(value):
         return value
     escaped = re.sub(r'(\\*)"', lambda found: found[1] * 2 + r"\"", value)
     return '"' + re.sub(r"(\\+)$", lambda found: found[1] * 2, escaped) + '"'
+
+
+def _is_word(value: str) -> bool:
+    """Not what Hydra would read as a number, a truth value or nothing."""
+    return (
+        value.lower() not in ("null", "true", "false", "inf", "nan")
+        and re.search("[A-Za-z/]{2}|^[A-Za-z]$", value) is not None
+    )
 
 
 def _usual(config: Config, phase: str) -> Callable[[str], str]:

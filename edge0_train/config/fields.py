@@ -275,6 +275,6 @@ def nearest_setting(name: str) -> str:
         spelling = max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
         words = name.rpartition(".")[2].lower().split("_")
         told = re.findall("[a-z]+", all_settings()[known].sentence.lower())
-        return spelling + sum(word in told for word in words) / len(words)
+        return spelling + max(spelling > 0.8, sum(word in told for word in words) / len(words))
 
     return max(all_settings(), key=likeness)

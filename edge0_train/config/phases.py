@@ -55,7 +55,7 @@ PHASES: dict[str, PhaseFacts] = {
     "head_distill": PhaseFacts(
         "prerouter heads against the next layer's true router, one token ahead",
         reads=("device", "base", "text"),
-        writes=("prerouter",),
+        writes=("prerouter", "heads below root"),
         trains=True,
         records_inputs=True,
         stage="heads only",
@@ -63,7 +63,7 @@ PHASES: dict[str, PhaseFacts] = {
     "head_refine": PhaseFacts(
         "the same heads, trained on the features that their own routing produces",
         reads=("device", "base", "text", "prerouter"),
-        writes=("prerouter",),
+        writes=("prerouter", "heads below root"),
         trains=True,
         records_inputs=True,
         stage="+ refinement",
@@ -71,7 +71,7 @@ PHASES: dict[str, PhaseFacts] = {
     "student_sft": PhaseFacts(
         "the recovery LoRA on teacher text, prerouting on; the heads train along",
         reads=("device", "base", "text", "prerouter", "lora"),
-        writes=("prerouter", "lora"),
+        writes=("prerouter", "lora", "heads below root"),
         defaults={"inputs.lora": ""},
         trains=True,
         records_inputs=True,
@@ -79,7 +79,7 @@ PHASES: dict[str, PhaseFacts] = {
     ),
     "on_policy": PhaseFacts(
         "the student writes, the teacher scores, the LoRA trains with reverse KL, in rounds",
-        reads=("device", "teacher", "base", "prompts", "prerouter", "lora"),
+        reads=("device", "loss", "teacher", "base", "prompts", "prerouter", "lora"),
         writes=("lora",),
         needs=("teacher.directory", "text.prompts"),
         defaults={"optim.lr": 5.0e-4},
