@@ -16,11 +16,13 @@ import torch
 
 from edge0_runtime.contract.artifacts import Kind
 from edge0_runtime.contract.binding import check_binding
-from edge0_runtime.contract.checkpoint import SHARD_PATTERN
+from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import read_json
 from edge0_train.adapters import base_info, input_path, read_input
+from edge0_train.base.load import parameter_shapes
 from edge0_train.base.shards import check_new
+from edge0_train.base.weights import MlxWeights
 from edge0_train.build import check_tokenizer, sketch_student
 from edge0_train.config import ONE_PROMPT, PHASES, Config, command, examples, fetch_teacher
 from edge0_train.data.counts import Rows
@@ -173,6 +175,8 @@ def _new_base(config: Config) -> Iterator[str]:
 def _base(config: Config) -> Iterator[str]:
     if Path(config.base.directory).is_dir():
         base_info(config)
+        model = sketch_student(with_settings(config, {"base.storage": "bf16"}), lora=False, heads=False).model
+        MlxWeights.open(Checkpoint.open(config.base.directory), config.tier.layout, parameter_shapes(model))
         return
     make = command(config, "quantize", *_unless_set(config, "teacher.directory"))
     yield f"base.directory: {config.base.directory} does not exist; `{make}` makes it"
