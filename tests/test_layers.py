@@ -31,7 +31,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "edge0_train": (
         ("base", "checkpoint", "best", "config"),  # the int4 base in torch; what is kept of a run; settings
-        ("student", "run", "report", "machine"),  # the student path, which knows no settings; run directory; what is printed
+        ("student", "run", "report", "machine"),  # the student path, which knows no settings; run directory; printing
         ("data",),  # text rows; they are written by a student or teacher
         ("losses", "loop"),
         ("adapters",),  # files between phases
