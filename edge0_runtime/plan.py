@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.machine import memory_limit_bytes
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.host.memory import memory_limit_bytes
 from edge0_runtime.units import figures, size
 
 GIB = 2**30

@@ -18,13 +18,15 @@ from edge0_train.adapters import BaseInfo, base_info, input_path, read_input
 from edge0_train.base import load_base
 from edge0_train.base.layout import pack_sketch
 from edge0_train.base.load import DTYPES, EXPERTS, empty_model
-from edge0_train.base.names import read_model_config
+from edge0_train.base.names import mlx_config, own_fields, read_model_config, tier_config
 from edge0_train.base.weights import Residency
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.rows import TextData, read_card
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora, load_lora
 from edge0_train.teacher import check_teacher
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,19 @@ def warm_heads(path: StudentPath) -> PrerouterHeads:
 
 
 def sketch_student(config: Config, *, lora: bool, heads: bool) -> StudentPath:
-    """The student's modules and shapes on the meta device, for `dry_run=true`: no weights and no adapters are read.
+    """The student's modules and shapes on the meta device, for plans: no weights and no adapters are read.
 
-    All it needs is a config.json: that of `base.directory`, or before phase=quantize has run, that of `base.source`.
+    They are those of the config.json of `base.directory`, or before phase=quantize has run, that of `base.source`, or before
+    there is any, of the tier.
     """
     layout = config.tier.layout
-    places = [Path(config.base.directory) / "config.json", Path(config.base.source) / "config.json"]
-    file = next((place for place in places if place.is_file()), None)
+    places = [Path(place) for place in (config.base.directory, config.base.source) if place]
+    file = next((place / "config.json" for place in places if (place / "config.json").is_file()), None)
     if file is None:
-        raise Edge0Error(f"base.directory: neither {places[0]} nor {places[1]} exists; a dry run needs one of them")
-    found = read_model_config(file, layout, "base.directory")
-    described = Checkpoint(file.parent, found, {})
+        found = mlx_config(layout, own_fields(tier_config(config.tier, **dict.fromkeys(SPECIAL_IDS))))
+    else:
+        found = read_model_config(file, layout, "base.directory")
+    described = Checkpoint(file.parent if file else Path(), found, {})
     described.check_architecture(config.tier)
     model = empty_model(described.text_config(), layout, DTYPES[config.base.dtype])
     model.requires_grad_(False)

@@ -25,7 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.edge import DEBUG, PROBLEM, Stopped, mute_stdout, run_command
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config import PHASES, Config, check_choices, config_directory, read_config, user_tiers
+from edge0_train.config import (
+    PHASES,
+    Config,
+    check_chain,
+    check_choices,
+    check_order,
+    config_directory,
+    read_config,
+    user_tiers,
+)
 from edge0_train.config.grammar import hydra_sentence
 from edge0_train.foreign import foreign
 
@@ -147,7 +156,14 @@ def settings(arguments: Sequence[str]) -> None:
     print(pages[tuple(arguments)](), end="")
 
 
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "settings": settings}
+def doctor(arguments: Sequence[str]) -> None:
+    """what this machine has and lacks for each phase of a tier, and about how long each takes."""
+    from edge0_train.doctor import doctor_command
+
+    doctor_command(arguments)
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"inspect": inspect, "settings": settings, "doctor": doctor}
 """{first word: function of the others}; a docstring's first line is the command's help."""
 
 
@@ -169,13 +185,13 @@ def _hydra_main(composed: DictConfig) -> None:
 
 def _configs(composed: DictConfig, overrides: Sequence[str]) -> list[Config]:
     """The checked configurations of the phases that a command line asks for."""
-    return chain_configs(list(composed.chain), overrides) if composed.phase == "all" else [_read(composed)]
+    return chain_configs(composed.chain, overrides) if composed.phase == "all" else [_read(composed)]
 
 
 def _run(composed: DictConfig, overrides: Sequence[str]) -> None:
     try:
         if composed.phase == "all":
-            run_chain(list(composed.chain), overrides)
+            run_chain(composed.chain, overrides)
         else:
             run_phase(_read(composed))
     except BrokenPipeError as error:
@@ -186,9 +202,11 @@ def _run(composed: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def chain_configs(chain: Sequence[str], overrides: Sequence[str]) -> list[Config]:
-    """The checked configuration of every phase of a chain."""
+    """The checked configuration of every phase of a chain, and whether they go together."""
     kept = [override for override in overrides if not override.startswith("phase=")]
-    return [read_config(compose("train", [*kept, f"phase={name}"])) for name in chain]
+    configs = [read_config(compose("train", [*kept, f"phase={name}"])) for name in check_order(chain)]
+    check_chain(configs)
+    return configs
 
 
 def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
@@ -196,11 +214,16 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
 
     All are read before the first one starts: what is wrong with the last one is not said hours later.
     """
+    from edge0_train.inputs import check_chain_inputs
     from edge0_train.tracking import check_wandb
 
     began = time.time()
     configs = chain_configs(chain, overrides)
+    if configs[0].dry_run:
+        plan_phases(configs)
+        return
     check_wandb(configs)
+    check_chain_inputs(configs)
     for config in configs:
         run_phase(config)
     print(f"phase=all: done in {time.time() - began:.0f} s")
@@ -210,16 +233,18 @@ def run_phase(config: Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it is done already there, or on a rank that is not needed."""
     from accelerate import PartialState
 
+    from edge0_train.inputs import check_inputs
     from edge0_train.phases import phase_function
-    from edge0_train.run import Run, is_unused, open_run
+    from edge0_train.run import is_unused, open_run
     from edge0_train.tracking import start_wandb
 
     phase = phase_function(config.phase)
     set_up_torch(config.threads, config.base.device)
     _quiet_transformers(config.base.device)
     if config.dry_run:
-        phase(config, Run(Path(config.run_dir), config))
+        plan_phases([config])
         return None
+    check_inputs(config)
     state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
@@ -238,6 +263,23 @@ def run_phase(config: Config) -> dict[str, Any] | None:
             raise Edge0Error(f"{error}; {KEPT.format(run.directory)}") from error
         state.wait_for_everyone()
     return summary
+
+
+def plan_phases(configs: Sequence[Config]) -> None:
+    """A dry run of one phase or of a chain: the plans, then everything that would stop them."""
+    from edge0_train.inputs import check_chain_inputs
+    from edge0_train.phases import phase_function
+    from edge0_train.run import Run
+
+    try:
+        for config in configs:
+            set_up_torch(config.threads, config.base.device)
+            _quiet_transformers(config.base.device)
+            phase_function(config.phase)(config, Run(Path(config.run_dir), config))
+    except Edge0Error:
+        check_chain_inputs(configs)  # what is missing says more than what the plan could not be made from
+        raise
+    check_chain_inputs(configs)
 
 
 def _read(composed: DictConfig) -> Config:

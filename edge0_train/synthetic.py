@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from edge0_runtime.contract.artifacts import write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from edge0_runtime.contract.provenance import Provenance
 from edge0_runtime.contract.tier import Tier, head_key
 from edge0_train.adapters import tool_version
 from edge0_train.base.layout import Target, checkpoint_layout, quantization_block
-from edge0_train.base.names import mlx_config, own_fields
+from edge0_train.base.names import mlx_config, own_fields, tier_config
 from edge0_train.base.quantize_model import COPIED
 from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
 from edge0_train.environment import code_commit
@@ -75,11 +75,7 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
 
 def model_config(tier: Tier, **fields: Any) -> PreTrainedConfig:
     """transformers' config of the tier's architecture and router, with `fields` and the library's defaults elsewhere."""
-    layout = tier.layout
-    made = dict(tier.architecture) | NANO_IDS | fields
-    made |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
-    named = {layout.aliases.get(name, name): value for name, value in made.items()}
-    return AutoConfig.for_model(layout.hf_model_type, **named)
+    return tier_config(tier, **(NANO_IDS | fields))
 
 
 def synthetic_config(tier: Tier, **fields: Any) -> dict[str, Any]:

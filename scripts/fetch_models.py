@@ -1,8 +1,10 @@
 """Download a published model directory at a pinned revision, resume where the last try stopped, and verify every file.
 
     python scripts/fetch_models.py 35b models/35b                       # base and adapters of a tier
-    python scripts/fetch_models.py Qwen/Qwen3.6-35B-A3B models/teacher --revision 0123456789abcdef0123456789abcdef01234567
+    python scripts/fetch_models.py teacher-35b models/Qwen3.6-35B-A3B   # the original, which training starts from
+    python scripts/fetch_models.py owner/name models/mine --revision 0123456789abcdef0123456789abcdef01234567
 
+A teacher's revision is not pinned here: the newest commit is asked for once, said, and kept in the directory's revision.txt.
 Checked are sizes, the sha256 of all large files, the headers of all shards and adapters, and that the base is the tier's.
 """
 
@@ -21,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from edge0_runtime.contract.artifacts import KINDS, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import raise_problems, sha256_file
+from edge0_runtime.contract.files import atomic_replace, raise_problems, read_text, sha256_file
 from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names
 
 Answer = TypeVar("Answer")
@@ -41,13 +43,15 @@ PUBLISHED = {
     "35b": Source("Edge0/Edge0-35B-A3B-preview", "1ff9f4478890faec0368c5463b621d1036d5b518"),
     "8b": Source("Edge0/Edge0-8B-A1B-preview", "269b9a2c4a69d897c50e9f4e125328481d7c0fcf"),
 }
+TEACHERS = {"teacher-35b": "Qwen/Qwen3.6-35B-A3B", "teacher-8b": "inclusionAI/Ling-3.0-tiny"}
+REVISION = "revision.txt"
 
 
 class Hub(Protocol):
     """What is used of `huggingface_hub.HfApi`."""
 
-    def model_info(self, repo_id: str, *, revision: str, files_metadata: bool) -> Any:
-        """The repository's files in `siblings`."""
+    def model_info(self, repo_id: str, *, revision: str | None = None, files_metadata: bool = False) -> Any:
+        """The repository's files in `siblings`, its commit in `sha`."""
 
     def snapshot_download(self, repo_id: str, *, revision: str, local_dir: str, allow_patterns: list[str]) -> Any:
         """Download what is not there yet."""
@@ -94,6 +98,19 @@ def fetch(source: Source, directory: Path, hub: Hub, tier_name: str | None = Non
     verify(directory, files)
     check_contents(directory, tier_name)
     return files
+
+
+def newest(repo: str, directory: Path, hub: Hub) -> Source:
+    """The newest commit of a repository; of a download that has begun, the one that it began with."""
+    file = directory / REVISION
+    if file.is_file():
+        return Source(repo, read_text(file).strip())
+    source = Source(repo, "newest")
+    found = _ask(source, lambda: hub.model_info(repo))
+    directory.mkdir(parents=True, exist_ok=True)
+    with atomic_replace(file) as temporary:
+        temporary.write_text(f"{found.sha}\n", encoding="utf-8")
+    return Source(repo, found.sha)
 
 
 def _listing(hub: Hub, source: Source) -> list[Expected]:
@@ -146,19 +163,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", help=f"{' | '.join(PUBLISHED)} | owner/name of a repository, with --revision")
+    parser.add_argument(
+        "what", help=f"{' | '.join((*PUBLISHED, *TEACHERS))} | owner/name of a repository, with --revision"
+    )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--revision", metavar="COMMIT", help="default: the pinned one")
+    parser.add_argument("--revision", metavar="COMMIT", help="default: the pinned one; of a teacher, the newest")
     args = parser.parse_args()
     try:
         known = PUBLISHED.get(args.what)
-        if known is None and not (args.revision and "/" in args.what):
+        repo = known.repo if known else TEACHERS.get(args.what, args.what)
+        if not known and args.what not in TEACHERS and not (args.revision and "/" in args.what):
             raise Edge0Error(
-                f"{args.what!r}: choose one of {', '.join(PUBLISHED)}, or give owner/name with --revision COMMIT"
+                f"{args.what!r}: choose one of {', '.join((*PUBLISHED, *TEACHERS))}, or give owner/name with --revision COMMIT"
             )
-        source = Source(known.repo if known else args.what, args.revision or (known.revision if known else ""))
         from huggingface_hub import HfApi
 
+        if known or args.revision:
+            source = Source(repo, args.revision or (known.revision if known else ""))
+        else:
+            source = newest(repo, args.directory, HfApi())
         # A tier that has no built-in description yet is fetched and verified all the same.
         tier_name = args.what if known and args.what in builtin_tier_names() else None
         files = fetch(source, args.directory, HfApi(), tier_name)
@@ -166,9 +189,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     size = sum(file.size for file in files)
     hashed = sum(1 for file in files if file.sha256)
-    print(
-        f"{args.directory}: {len(files)} files, {size} B of {source.repo} at {source.revision[:12]}; {hashed} by sha256"
-    )
+    print(f"{args.directory}: {len(files)} files, {size} B of {source.repo} at {source.revision}; {hashed} by sha256")
 
 
 if __name__ == "__main__":

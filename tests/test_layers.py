@@ -33,15 +33,19 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "edge0_train": (
         # The int4 base in torch; settings; what a run is made with, how it is kept and stopped.
         ("base", "checkpoint", "best", "config", "environment", "foreign", "locking", "stopping"),
-        ("student", "run", "report"),  # the student path, which knows no settings; run directory; what is printed
+        ("student", "run", "report", "machine"),  # the student path, which knows no settings; run directory; printing
         ("data", "tracking"),  # text rows, which are written by a student or teacher; W&B
         ("losses", "loop"),
-        ("adapters", "plan"),  # files between phases; what is said before step 1
+        ("adapters",),  # files between phases
         ("teacher",),  # which one fits, and what it is called
         ("build", "synthetic", "propose"),  # from settings to models
         ("objectives",),
         ("measure",),
-        ("phases",),
+        ("memory",),
+        ("fit",),  # a machine's memory against a phase's
+        ("plan",),  # what is said before step 1
+        ("inputs",),  # what a phase finds before it starts
+        ("phases", "doctor"),
         ("sweep",),
         ("cli",),
         ("__main__",),

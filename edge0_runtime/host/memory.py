@@ -55,24 +55,6 @@ def peak_rss_bytes() -> int:
         return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB here
 
 
-def memory_limit_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may use: the machine's memory, or its control group's limit if that is less (Linux, both versions)."""
-    limits = [psutil.virtual_memory().total]
-    for line in proc.read_text().splitlines() if proc.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):  # a group's limit holds for those below it
-            if (folder / name).exists() and (text := (folder / name).read_text().strip()) != "max":
-                limits.append(int(text))
-            if folder == base:
-                break
-    least: int = min(limits)
-    return least
-
-
 def rss_bytes() -> int:
     """The resident set now."""
     rss: int = psutil.Process().memory_info().rss

@@ -12,9 +12,10 @@ import mlx.core as mx
 import psutil
 
 from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.machine import memory_limit_bytes
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.host.disk import depth_sweep
-from edge0_runtime.host.memory import memory_limit_bytes, page_cache_bytes
+from edge0_runtime.host.memory import page_cache_bytes
 from edge0_runtime.loading import find_adapters
 from edge0_runtime.units import figures, size
 

@@ -12,6 +12,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, family
 from edge0_runtime.contract.files import read_json, shown
 from edge0_runtime.contract.links import Config, Link
+from edge0_runtime.contract.tier import Tier
 
 
 def transformers_module(family_name: str, mlx_module: str) -> str:
@@ -66,6 +67,15 @@ def is_quantised(config: Config) -> bool:
     text = config.get("text_config")
     parts = (config, text) if isinstance(text, Mapping) else (config,)
     return any(part.get(name) for part in parts for name in ("quantization", "quantization_config"))
+
+
+def tier_config(tier: Tier, **fields: Any) -> PreTrainedConfig:
+    """transformers' config of the tier's architecture and router, with `fields` and the library's defaults elsewhere."""
+    layout = tier.layout
+    made = dict(tier.architecture) | fields
+    made |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
+    named = {layout.aliases.get(name, name): value for name, value in made.items()}
+    return AutoConfig.for_model(layout.hf_model_type, **named)
 
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,8 +23,8 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.fields import check_fields
 from edge0_runtime.contract.tier import Tier
 from edge0_train.config.checks import check
-from edge0_train.config.fields import Config
-from edge0_train.config.grammar import hydra_sentence
+from edge0_train.config.fields import Config, all_settings, groups
+from edge0_train.config.grammar import hydra_sentence, no_such_setting
 from edge0_train.config.phases import PHASES
 from edge0_train.config.tiers import config_directory, user_tiers
 
@@ -68,22 +71,57 @@ def _no_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def check_choices(overrides: Sequence[str], own: Sequence[Path] = ()) -> None:
-    """A phase or a tier that is unknown as one sentence (Hydra's own message has twelve lines).
+def check_choices(words: Sequence[str], own: Sequence[Path] = ()) -> None:
+    """A choice or a setting that is unknown as one sentence with what was meant (Hydra's own message has twelve lines).
+
+    An optional group (`experiment`) is checked as the others are: Hydra passes over a file that isn't there.
 
     Args:
-        own: the user's directories, whose folder `tier` has tiers too.
+        words: of the command line; flags and their values are left to Hydra.
+        own: the user's directories, whose groups have files too.
     """
-    places = (config_directory(), *own)
-    known = {
-        "phase": sorted([*PHASES, "all"]),
-        "tier": sorted({file.stem for place in places for file in (place / "tier").glob("*.yaml")}),
-    }
-    for override in overrides:
-        group, _, value = override.partition("=")
-        unknown = [choice for choice in value.split(",") if choice not in known.get(group, value.split(","))]
-        if unknown:
-            raise Edge0Error(f"{group}: {', '.join(unknown)!r} is unknown; choose one of {', '.join(known[group])}")
+    for word in words:
+        if word.startswith("-") or "=" not in word or Path(word) in own:
+            continue
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise Edge0Error(hydra_sentence(error)) from error
+        name = override.key_or_group
+        if name in GROUPS:
+            _check_choice(name, override, choices_of(name, *own))
+        elif not _is_setting(name):
+            raise Edge0Error(no_such_setting(name))
+
+
+def _is_setting(name: str) -> bool:
+    """A setting, a group of them, a field of the tier (which checks its own), or Hydra's business."""
+    return name in {*all_settings(), *groups()} or name.partition(".")[0] in ("tier", "hydra") or "/" in name
+
+
+GROUPS = ("phase", "tier", "hardware", "experiment")
+
+
+def choices_of(group: str, *own: Path) -> list[str]:
+    """The names that one may choose in a group of Hydra's, the user's own among them."""
+    if group == "phase":
+        return sorted([*PHASES, "all"])
+    folders = [place / group for place in (config_directory(), *own)]
+    return sorted({file.relative_to(at).with_suffix("").as_posix() for at in folders for file in at.rglob("*.yaml")})
+
+
+def _check_choice(group: str, override: Override, known: Sequence[str]) -> None:
+    value = override.value()
+    chosen = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    for one in ["" if one is None else str(one) for one in chosen]:
+        if not one:
+            raise Edge0Error(f"{group}: empty; choose one of {', '.join(known)}, or leave it out")
+        if one not in known:
+            near = difflib.get_close_matches(one, known, n=1)
+            meant = f"did you mean {near[0]}? It is" if near else "choose"
+            raise Edge0Error(f"{group}: {one!r} is unknown; {meant} one of {', '.join(known)}")
+    if override.is_add() and not isinstance(value, list):
+        raise Edge0Error(f"+{group}={value}: the group is there already; write {group}={value}")
 
 
 def read_config(composed: Any) -> Config:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,17 @@ from edge0_train.config.setting import Setting, names_in, setting
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What a plan is compared with: `hardware=NAME` sets it all and what fits there; 0 is what this machine has."""
+
+    name: str = setting("A file of configs/hardware.", "", may_be_empty=True, volatile=True)
+    processes: int = setting("Of one training on it, a device each.", 0, least=0, at_most=1024, volatile=True)
+    device_gib: float = setting("Memory of a process's device.", 0.0, least=0, volatile=True)
+    host_gib: float = setting("Memory of the host, for all processes.", 0.0, least=0, volatile=True)
+    note: str = setting("Why a phase does not fit there, and what to do instead.", "", may_be_empty=True, volatile=True)
+
+
+@dataclass(frozen=True)
 class Base:
     """The int4 checkpoint in MLX's layout, and how its dequantisation is held (float32 arithmetic, rounded once to dtype)."""
 
@@ -25,7 +38,7 @@ class Base:
     source: str = setting(
         "The transformers directory that phase=quantize makes it from.",
         "${teacher.directory}",
-        example="teacher.directory=/models/Qwen3.6-35B-A3B",
+        may_be_empty=True,
     )
     names: str = setting(
         "Tensor names that phase=quantize writes: mlx-lm's, or the published ones, which the public runtime reads.",
@@ -55,7 +68,7 @@ class Base:
 class Teacher:
     """The teacher: the original model, routed by its own gates at its published K."""
 
-    directory: str = setting("Its transformers directory.", "", example="teacher.directory=/models/Qwen3.6-35B-A3B")
+    directory: str = setting("Its transformers directory.", "", may_be_empty=True)
     resident: bool = setting(
         "on_policy keeps it beside the student; false loads it for each round's scores, with the student in host memory.",
         True,
@@ -70,7 +83,7 @@ class Text:
     prompts: str = setting(
         "tasks (generated; tasks:chain names some), a file, folder or glob of .jsonl, .json or .parquet, or a dataset.",
         "",
-        example="text.prompts=prompts.jsonl",
+        may_be_empty=True,
     )
     split: str = setting("The split of a dataset that has several.", "train")
     column: str = setting(
@@ -81,9 +94,14 @@ class Text:
         "The run stops when a larger share of a source's rows cannot be used.", 0.1, least=0, at_most=1, volatile=True
     )
     rows: str = setting("Run directory of phase=teacher_text.", "${root}/teacher_text")
-    max_length: int = setting("Tokens of prompt + completion; longer rows are dropped and counted.", 4096)
+    max_length: int = setting(
+        "Tokens of prompt + completion; longer rows are dropped and counted.", 4096, least=2, at_most=2**20
+    )
     pack_length: int = setting(
-        "Heads and student_sft train on lines of this many tokens that rows share; 0: one row a line.", 0, least=0
+        "Heads and student_sft train on lines of this many tokens that rows share; 0: one row a line.",
+        0,
+        least=0,
+        at_most=2**20,
     )
 
 
@@ -94,17 +112,21 @@ class Sample:
     prompts: int = setting("Prompts that the teacher completes to train on.", 100000, least=1)
     eval_prompts: int = setting("Prompts held out, and rows that phase=evaluate measures on.", 512, least=1)
     batch: int = setting("Completions generated, or scored, at a time.", 64, least=1)
-    max_new_tokens: int = setting("Where a completion is cut off.", 2048, least=1)
+    max_new_tokens: int = setting("Where a completion is cut off.", 2048, least=1, at_most=2**20)
     temperature: float = setting("For the teacher's text and on_policy's rollouts; 0: greedy.", 1.0, least=0)
     top_p: float = setting(
         "The likeliest tokens of so much probability are drawn from; 1: all.", 1.0, above=0, at_most=1
     )
     backend: str = setting("What generates in phase=teacher_text.", "transformers", choices=("transformers", "vllm"))
     max_truncated: float = setting(
-        "The run stops when a larger share of generated rows hits max_new_tokens.", 0.9, least=0, volatile=True
+        "The run stops when a larger share of generated rows hits max_new_tokens.",
+        0.9,
+        least=0,
+        at_most=1,
+        volatile=True,
     )
     max_repetitive: float = setting(
-        "The run stops when a larger share of generated rows repeats itself.", 0.5, least=0, volatile=True
+        "The run stops when a larger share of generated rows repeats itself.", 0.5, least=0, at_most=1, volatile=True
     )
     max_growth: float = setting(
         "on_policy stops when a round's completions are longer on average than this multiple of the first round's.",
@@ -127,7 +149,7 @@ class Optim:
     schedule: str = setting(
         "The rate after the warm-up: constant, or a cosine down to a tenth.", "cosine", choices=("constant", "cosine")
     )
-    clip: float = setting("Largest gradient norm; 0: off.", 1.0)
+    clip: float = setting("Largest gradient norm; 0: off.", 1.0, least=0)
     patience: int = setting(
         "student_sft stops after so many evaluations without a better held-out loss, and keeps its best values; 0: never.",
         0,
@@ -169,8 +191,8 @@ class OnPolicy:
 class Inputs:
     """Adapters that a phase starts from: auto (the newest that the phases before wrote), a file, a run directory, or empty."""
 
-    prerouter: str = setting("The heads to start from.", "auto")
-    lora: str = setting("The LoRA to start from.", "auto")
+    prerouter: str = setting("The heads to start from.", "auto", may_be_empty=True)
+    lora: str = setting("The LoRA to start from.", "auto", may_be_empty=True)
 
 
 @dataclass(frozen=True)
@@ -179,7 +201,7 @@ class Export:
 
     directory: str = setting("The model directory that the runtime serves.", "${root}/model")
     trace_prompts: int = setting("Held-out prompts that the reference traces continue.", 8, least=1)
-    trace_tokens: int = setting("Tokens of each continuation.", 128, least=1)
+    trace_tokens: int = setting("Tokens of each continuation.", 128, least=1, at_most=2**20)
     trace_top: int = setting("Logits kept at every token.", 16, least=1)
 
 
@@ -206,8 +228,8 @@ class Config:
     chain: tuple[str, ...] = setting(
         "The phases of phase=all, in order; `inputs.*: auto` looks for adapters along it.", CHAIN, choices=PHASE_NAMES
     )
-    seed: int = setting("The seed of everything random.", 0, least=0)
-    threads: int = setting("torch's CPU threads.", 2, least=1, volatile=True)
+    seed: int = setting("The seed of everything random.", 0, least=0, at_most=2**32 - 1)
+    threads: int = setting("torch's CPU threads.", 2, least=1, at_most=1024, volatile=True)
     root: str = setting("Every phase of one training lives below this directory.", "runs/${tier.name}")
     run_dir: str = setting("This run's own directory.", "${root}/${phase}")
     resume: bool = setting(
@@ -215,6 +237,7 @@ class Config:
     )
     dry_run: bool = setting("Print the plan and stop.", False, volatile=True)
     tier: Tier
+    hardware: Hardware
     base: Base
     teacher: Teacher
     text: Text
@@ -255,3 +278,16 @@ def value_of(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def nearest_setting(name: str) -> str:
+    """The setting that somebody who wrote `name` most likely meant: by spelling, and by the words of its sentence."""
+
+    def likeness(known: str) -> float:
+        pairs = ((name, known), (name.rpartition(".")[2], known.rpartition(".")[2]))
+        spelling = max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        words = name.rpartition(".")[2].lower().split("_")
+        told = re.findall("[a-z]+", all_settings()[known].sentence.lower())
+        return spelling + max(spelling > 0.8, sum(word in told for word in words) / len(words))
+
+    return max(all_settings(), key=likeness)

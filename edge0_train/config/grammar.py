@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from hydra.errors import OverrideParseException
 
 from edge0_runtime.contract.files import shown
-from edge0_train.config.fields import all_settings
-
-SEE = "`python -m edge0_train settings` lists all"
+from edge0_train.config.fields import nearest_setting
 
 
 def hydra_sentence(error: BaseException) -> str:
@@ -22,10 +19,12 @@ def hydra_sentence(error: BaseException) -> str:
     unknown = re.match(r"Could not (?:override|delete)[^']*'([^']+)'", text)
     if not unknown:
         return text
-    name = unknown[1]
-    group, _, last = name.rpartition(".")
-    same = [known for known in all_settings() if known.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(name, all_settings(), 1, cutoff=0.8)
-    siblings = [known.removeprefix(f"{group}.") for known in all_settings() if group and known.startswith(f"{group}.")]
-    hint = f"did you mean {near[0]}?" if near else f"{group} has {', '.join(siblings)}" if siblings else SEE
-    return f"{name}: there is no such setting; {hint}"
+    return no_such_setting(unknown[1])
+
+
+def no_such_setting(name: str) -> str:
+    """The sentence for a setting that nothing declares, with the one that was most likely meant."""
+    return (
+        f"{shown(name)[1:-1]}: no such setting; did you mean {nearest_setting(name)}?"
+        " `python -m edge0_train settings` has all"
+    )

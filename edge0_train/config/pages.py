@@ -16,13 +16,15 @@ DEFAULT_TIER, DEFAULT_PHASE = "nano", "head_distill"
 HEAD = f"""\
 # The map of all settings. `python -m edge0_train phase=head_distill tier=35b optim.lr=1e-3`
 # Later ones win: this file, the phase's own defaults (edge0_train/config/phases.py), the section `settings` of the tier's file
-# (what was measured to be good for it), experiment=..., the command line.
+# (what was measured to be good for it), hardware=... (what fits a machine), experiment=..., the command line.
 # Made by `python -m edge0_train settings` from the declarations in edge0_train/config/fields.py: change those.
 defaults:
   - _self_
   - tier: {DEFAULT_TIER}
   - phase: {DEFAULT_PHASE}
   - optional settings: ${{phase}}-${{tier}}
+  - optional hardware: null
+  - optional hardware_settings: ${{hardware}}/${{phase}}-${{tier}}
   - optional experiment: null
   - override hydra/job_logging: disabled
   - override hydra/hydra_logging: disabled
@@ -38,9 +40,9 @@ MARKDOWN_HEAD = """\
 # Settings
 
 `python -m edge0_train phase=PHASE tier=TIER [setting=value ...]`. A setting has the last of: the default below, the phase's own
-default, what the section `settings` of `configs/tier/<tier>.yaml` says for all phases, then for this one, `experiment=...`, the
-command line. `configure("phase=...", "setting=value")` of `edge0_train.config` makes the same configuration in Python. Fields of
-the tier are overridden likewise (`tier.k=2`).
+default, what the section `settings` of `configs/tier/<tier>.yaml` says for all phases, then for this one, `hardware=...`,
+`experiment=...`, the command line. `configure("phase=...", "setting=value")` of `edge0_train.config` makes the same configuration
+in Python. Fields of the tier are overridden likewise (`tier.k=2`).
 """
 
 

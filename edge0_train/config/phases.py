@@ -14,7 +14,9 @@ class PhaseFacts:
 
     Attributes:
         sentence: what it does, for `--help` and the page of all settings.
-        needs: settings without a default (`Setting.example`) that it reads.
+        needs: settings without a default that it reads.
+        reads: what it must find when it starts, in the order in which it is made (the table of checks is `inputs.CHECKS`).
+        writes: what later phases of a chain then find.
         defaults: {setting: value} where the phase's own default is not the one of the map of all settings.
         trains: it runs the optimizer loop: a W&B run is opened.
         records_inputs: its run directory says in inputs.json what it was made from.
@@ -25,6 +27,8 @@ class PhaseFacts:
 
     sentence: str
     needs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     trains: bool = False
     records_inputs: bool = False
@@ -36,31 +40,38 @@ class PhaseFacts:
 PHASES: dict[str, PhaseFacts] = {
     "quantize": PhaseFacts(
         "the int4 deployment checkpoint from a transformers directory",
+        reads=("source", "new base"),
+        writes=("base",),
         needs=("base.source",),
         alone=True,
     ),
     "teacher_text": PhaseFacts(
         "the teacher completes prompts: the rows that heads and LoRA train on",
+        reads=("device", "writer", "teacher", "prompts"),
+        writes=("text",),
         needs=("teacher.directory", "text.prompts"),
         records_inputs=True,
     ),
     "head_distill": PhaseFacts(
         "prerouter heads against the next layer's true router, one token ahead",
-        needs=("teacher.directory",),
+        reads=("device", "base", "text"),
+        writes=("prerouter", "heads below root"),
         trains=True,
         records_inputs=True,
         stage="heads only",
     ),
     "head_refine": PhaseFacts(
         "the same heads, trained on the features that their own routing produces",
-        needs=("teacher.directory",),
+        reads=("device", "base", "text", "prerouter"),
+        writes=("prerouter", "heads below root"),
         trains=True,
         records_inputs=True,
         stage="+ refinement",
     ),
     "student_sft": PhaseFacts(
         "the recovery LoRA on teacher text, prerouting on; the heads train along",
-        needs=("teacher.directory",),
+        reads=("device", "base", "text", "prerouter", "lora"),
+        writes=("prerouter", "lora", "heads below root"),
         defaults={"inputs.lora": ""},
         trains=True,
         records_inputs=True,
@@ -68,6 +79,8 @@ PHASES: dict[str, PhaseFacts] = {
     ),
     "on_policy": PhaseFacts(
         "the student writes, the teacher scores, the LoRA trains with reverse KL, in rounds",
+        reads=("device", "loss", "teacher", "base", "prompts", "prerouter", "lora"),
+        writes=("lora",),
         needs=("teacher.directory", "text.prompts"),
         defaults={"optim.lr": 5.0e-4},
         trains=True,
@@ -76,11 +89,13 @@ PHASES: dict[str, PhaseFacts] = {
     ),
     "evaluate": PhaseFacts(
         "every stage on the same held-out prompts: one table",
+        reads=("device", "teacher", "base", "text", "heads below root"),
         needs=("teacher.directory",),
         alone=True,
     ),
     "export": PhaseFacts(
         "the model directory: base, adapters, reference traces",
+        reads=("device", "base", "text", "prerouter", "lora"),
         alone=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""What Hydra finds in its groups `phase`, `tier` and `settings`: the table of phases, and the tier files.
+"""What Hydra finds in its groups `phase`, `tier`, `hardware` and their settings: the table of phases, and the files.
 
 A tier file is the tier and, in its section `settings`, what was measured to be good for it:
 
@@ -9,16 +9,17 @@ A tier file is the tier and, in its section `settings`, what was measured to be 
         optim: {steps: 360}
 
 Hydra's group `tier` gets the file without this section, its group `settings` gets `<phase>-<tier>` made from it, so that
-precedence stays Hydra's own: the order of the defaults list in configs/train.yaml. The classes below are plugins of Hydra: a
+precedence stays Hydra's own: the order of the defaults list in configs/train.yaml. Likewise for `hardware` (hardware.py), whose
+settings are `hardware_settings/<hardware>/<phase>-<tier>`. The classes below are plugins of Hydra: a
 source of configs that looks into tier files, and one that lets it look there before it looks at the files themselves.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,10 +34,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train.config.fields import all_settings
+from edge0_train.config.hardware import read_hardware
 from edge0_train.config.phases import PHASES
+from edge0_train.config.sections import ALL, LIKE, check_section
 
-SECTION, LIKE, ALL = "settings", "like", "all"
+SECTION = "settings"
 
 
 def config_directory() -> Path:
@@ -58,6 +60,11 @@ def user_tiers(*directories: Path) -> Iterator[None]:
         _user_directories.reset(token)
 
 
+def user_directories() -> tuple[Path, ...]:
+    """The directories of the innermost `user_tiers`."""
+    return _user_directories.get()
+
+
 def tier_file(name: str, *directories: Path) -> Path | None:
     """The file of a tier in the first of the directories that has it."""
     files = (directory / "tier" / f"{name}.yaml" for directory in directories)
@@ -74,7 +81,7 @@ def read_tier_file(file: Path) -> tuple[DictConfig, dict[str, Any]]:
         raise Edge0Error(f"tier: {file} is not a mapping of fields to values")
     section = tier.pop(SECTION, None)
     found: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else section or {}
-    _check(file, found)
+    check_section(f"{file} {SECTION}", found)
     return tier, found
 
 
@@ -100,41 +107,12 @@ def tier_settings(phase: str, tier: str, *directories: Path) -> DictConfig | Non
     return merged
 
 
-def _check(file: Path, section: Any) -> None:
-    """Raise Edge0Error, naming file, field and fix, unless the section has known phases and known settings."""
-    where = f"{file} {SECTION}"
-    if not isinstance(section, Mapping):
-        raise Edge0Error(f"{where}: {section!r} is not a mapping of phases to settings")
-    for key, values in section.items():
-        if key == LIKE and isinstance(values, str):
-            continue
-        if key not in (ALL, *PHASES):
-            raise Edge0Error(
-                f"{where}.{key}: no such phase; choose one of {', '.join((ALL, *PHASES))}, or {LIKE}: TIER"
-            )
-        if values is None:
-            continue
-        for name in _names(f"{where}.{key}", values):
-            if name not in all_settings():
-                near = difflib.get_close_matches(name, all_settings(), n=1, cutoff=0)[0]
-                raise Edge0Error(f"{where}.{key}.{name}: no such setting; did you mean {near}?")
-
-
-def _names(where: str, values: Any, prefix: str = "") -> Iterator[str]:
-    if not isinstance(values, Mapping):
-        raise Edge0Error(f"{where}: {values!r} is not a mapping of settings to values")
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _names(f"{where}.{key}", value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-GROUPS = ("phase", "settings", "tier")
+OF_HARDWARE = "hardware_settings"
+GROUPS = ("phase", "settings", "tier", "hardware", OF_HARDWARE)
 
 
 class TierSource(ConfigSource):
-    """The groups `phase`, `tier` and `settings` of one directory; files are read once in a source's life."""
+    """The groups that one directory's files make; a file is read once in a source's life."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider=provider, path=path)
@@ -158,8 +136,9 @@ class TierSource(ConfigSource):
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", copy.deepcopy(node), {"package": package})
 
     def is_group(self, config_path: str) -> bool:
-        """The root and the three groups are there even where a directory has no file for them."""
-        return config_path.rstrip("/") in ("", *GROUPS)
+        """The root and the groups are there even where a directory has no file for them."""
+        group, _, name = config_path.rstrip("/").partition("/")
+        return group in ("", *GROUPS) and (not name or (group == OF_HARDWARE and "/" not in name))
 
     def is_config(self, config_path: str) -> bool:
         """Whether this directory can make the node."""
@@ -170,12 +149,16 @@ class TierSource(ConfigSource):
         group = config_path.rstrip("/")
         if results_filter == (ObjectType.CONFIG if group == "" else ObjectType.GROUP):
             return []
-        tiers = sorted(file.stem for file in (Path(self.path) / "tier").glob("*.yaml"))
+        tiers, machines = (
+            sorted(file.stem for file in (Path(self.path) / group).glob("*.yaml")) for group in ("tier", "hardware")
+        )
         pairs = [f"{phase}-{tier}" for tier in tiers for phase in PHASES]
         return {
             "": [*GROUPS],
             "phase": [*PHASES, "all"],
             "tier": tiers,
+            "hardware": machines,
+            OF_HARDWARE: machines,
             "settings": [pair for pair in pairs if self.is_config(f"settings/{pair}")],
         }[group]
 
@@ -183,6 +166,8 @@ class TierSource(ConfigSource):
         group, _, name = config_path.partition("/")
         if group == "phase":
             return _phase(name)
+        if group in ("hardware", OF_HARDWARE):
+            return self._read_hardware(group, name)
         phase, _, tier = name.partition("-") if group == "settings" else ("", "", name)
         file = tier_file(tier, Path(self.path)) if group in GROUPS else None
         if file is None:
@@ -195,6 +180,17 @@ class TierSource(ConfigSource):
             if isinstance(part, DictConfig):
                 OmegaConf.set_struct(part, False)
         return node
+
+    def _read_hardware(self, group: str, path: str) -> DictConfig | None:
+        name, _, pair = path.partition("/")
+        file = Path(self.path) / "hardware" / f"{name}.yaml"
+        if not file.is_file():
+            return None
+        found = read_hardware(file)
+        if group == "hardware":
+            return OmegaConf.create({"hardware": {"name": name, **dataclasses.asdict(found.machine)}})
+        phase, _, tier = pair.partition("-")
+        return found.settings_for(phase, tier)
 
 
 def _phase(name: str) -> DictConfig | None:

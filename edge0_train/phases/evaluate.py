@@ -19,10 +19,12 @@ from typing import Any
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.build import warm_heads
 from edge0_train.config import Config
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import TextRow, text_of
 from edge0_train.measure.bench import Stage, open_bench
 from edge0_train.measure.quality import measure
 from edge0_train.measure.stages import chain_adapters, chain_stages
+from edge0_train.plan import memory_plan
 from edge0_train.report import print_plan, table
 from edge0_train.run import Run
 from edge0_train.teacher import check_teacher
@@ -32,20 +34,19 @@ def evaluate(config: Config, run: Run) -> dict[str, Any]:
     """Write `table.json` (in the summary) and print the table: loss and KL per completion token, exact match per task."""
     tier, teacher = config.tier, check_teacher(config)
     if config.dry_run and not (Path(config.text.rows) / "card.json").is_file():
-        print_plan(
-            config, {"teacher": teacher, "rows": f"no text yet: {config.sample.eval_prompts} held-out prompts at most"}
-        )
+        told = {"teacher": teacher, "rows": f"no text yet: {config.sample.eval_prompts} held-out prompts at most"}
+        print_plan(config, told | memory_plan(config, Rows.unwritten(config)))
         return {}
     data, dropped = text_of(config)
     rows = data.held_out[: config.sample.eval_prompts]
     adapters = chain_adapters(config)
     found = ", ".join(f"{kind} of {phase}" for phase, kind, _ in adapters) or "none yet"
-    facts = {
+    told = {
         "teacher": teacher,
         "rows": f"{len(rows)} held-out prompts (dropped: {dropped or 'none'})",
         "adapters": found,
     }
-    print_plan(config, facts)
+    print_plan(config, told | memory_plan(config, Rows.of(rows, len(rows), dropped)))
     if config.dry_run:
         return {}
     if not any(kind == "prerouter" for _, kind, _ in adapters):

@@ -31,7 +31,9 @@ from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_tra
 from edge0_train.adapters import describe_inputs, input_path, read_input
 from edge0_train.build import Student, build_student
 from edge0_train.config import Config
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import text_of
+from edge0_train.plan import memory_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run, remove_temporary
 from edge0_train.student import Decoding, StudentPath, generate
@@ -46,7 +48,10 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     otherwise every few tokens. Where that is another dtype the base stays packed, which takes no more memory than in training.
     """
     tier, target = config.tier, Path(config.export.directory)
-    print_plan(config, {"model": str(target), "inputs": describe_inputs(config)})
+    print_plan(
+        config,
+        {"model": str(target), "inputs": describe_inputs(config), **memory_plan(config, Rows.unwritten(config))},
+    )
     if config.dry_run:
         return {}
     adapters: dict[Kind, Adapter | None] = {kind: read_input(config, kind, input_path(config, kind)) for kind in KINDS}

@@ -31,7 +31,6 @@ from edge0_train.data.prompts import Prompts
 from edge0_train.data.rows import TextRow, read_rows
 from edge0_train.data.writing import SAMPLES, describe_prompts, prompts_of, write_shards
 from edge0_train.loop import train
-from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.objectives.on_policy import on_policy_objective
 from edge0_train.objectives.scoring import Scored, Scorer, score
 from edge0_train.objectives.student import describe_predictability, lora_parameters
@@ -44,7 +43,8 @@ from edge0_train.teacher import check_teacher, identify_teacher
 
 def on_policy(config: Config, run: Run) -> dict[str, Any]:
     """Train the LoRA on its own completions; base and heads stay frozen."""
-    rounds, steps, rows = _arithmetic(config)
+    rounds, optim = config.on_policy.rounds, config.optim
+    steps, rows = optim.steps // rounds, optim.rows * optim.steps // rounds
     teacher = check_teacher(config)
     prompts = _prompts(config, rounds, rows)
     facts = {"teacher": teacher, "prompts": describe_prompts(prompts)}
@@ -93,19 +93,6 @@ def on_policy(config: Config, run: Run) -> dict[str, Any]:
     return {**result, "rounds": health, **prompts.to_dict()}
 
 
-def _arithmetic(config: Config) -> tuple[int, int, int]:
-    """Rounds, and of each its steps and completions. Raises Edge0Error for settings that contradict each other."""
-    optim, sample, rounds, loss = config.optim, config.sample, config.on_policy.rounds, config.on_policy.loss
-    if ON_POLICY_LOSSES[loss].own_samples and (sample.temperature, sample.top_p) != (1.0, 1.0):
-        raise Edge0Error(
-            f"sample: temperature {sample.temperature} and top_p {sample.top_p}; on_policy.loss={loss} estimates"
-            " with what the student itself would write: set both to 1"
-        )
-    if optim.steps % rounds:
-        raise Edge0Error(f"optim.steps: {optim.steps} is not a multiple of on_policy.rounds={rounds}")
-    return rounds, optim.steps // rounds, optim.rows * optim.steps // rounds
-
-
 def _prompts(config: Config, rounds: int, rows: int) -> Prompts:
     """One prompt for every completion of all rounds. Raises Edge0Error when the source has fewer."""
     prompts = prompts_of(config, config.base.directory, train=rows * rounds, held_out=1, seed=config.seed + 1)
@@ -132,7 +119,7 @@ def _plan(config: Config, path: StudentPath) -> dict[str, str]:
         f" {optim.steps // rounds} steps",
         "loss": f"{config.on_policy.loss}, the teacher's top {config.on_policy.top_k}"
         + describe_predictability(config),
-        **training_plan(config, path, lora_parameters(path), rows, through_base=True),
+        **training_plan(config, path, lora_parameters(path), rows),
     }
 
 

@@ -22,6 +22,8 @@ from edge0_runtime.contract.files import read_json
 from edge0_runtime.contract.tier import Tier
 from edge0_train.base import quantize_checkpoint
 from edge0_train.config import Config
+from edge0_train.data.counts import Rows
+from edge0_train.plan import memory_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 
@@ -35,7 +37,8 @@ def quantize(config: Config, run: Run) -> dict[str, Any]:
             f"base.source: {source} has no config.json; give the transformers directory of the original model"
         )
     model_type = read_json(config_file, "download it again").get("model_type")
-    print_plan(config, {"source": f"{source} ({model_type})", "target": f"{target} ({config.base.names} names)"})
+    facts = {"source": f"{source} ({model_type})", "target": f"{target} ({config.base.names} names)"}
+    print_plan(config, facts | memory_plan(config, Rows.unwritten(config)))
     if config.dry_run:
         return {}
     names = cast(Names, config.base.names)

@@ -86,7 +86,7 @@ def _plan(config: Config, path: StudentPath, rows: Rows) -> dict[str, str]:
     """The phase's plan; `path` may be on the meta device."""
     trainable = lora_parameters(path) | joint_parameters(config, path.heads)
     joint = config.heads.joint_lr
-    facts = training_plan(config, path, trainable, rows, through_base=True)
+    facts = training_plan(config, path, trainable, rows)
     return facts | {
         "heads": (f"trained at {joint} of the rate" if joint else "frozen") + describe_predictability(config)
     }

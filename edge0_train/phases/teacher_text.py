@@ -21,10 +21,12 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import Config
 from edge0_train.data.chat import Chat
 from edge0_train.data.complete import PathWriter, VllmWriter, Writer
+from edge0_train.data.counts import Rows
 from edge0_train.data.health import check_rows
 from edge0_train.data.prompts import Prompts
 from edge0_train.data.rows import TextRow, distinct, write_data
 from edge0_train.data.writing import SAMPLES, describe_prompts, prompts_of, write_shards
+from edge0_train.plan import memory_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.teacher import (
@@ -80,6 +82,7 @@ def _plan(config: Config, prompts: Prompts) -> dict[str, str]:
         "prompts": describe_prompts(prompts),
         "completions": f"at most {sample.max_new_tokens:,} tokens each, {most:,} in all; temperature {sample.temperature},"
         f" top-p {sample.top_p}, {sample.batch} at a time, by {sample.backend}",
+        **memory_plan(config, Rows.unwritten(config)),
     }
 
 

@@ -21,12 +21,12 @@ from benchmarks import plot_arms, slow_disk
 from edge0_runtime import cli
 from edge0_runtime.arms import ARMS
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.machine import memory_limit_bytes
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.host.disk import disk_speed
 from edge0_runtime.host.memory import (
     drop_page_cache,
-    memory_limit_bytes,
     page_cache_bytes,
     peak_rss_bytes,
     process_io,

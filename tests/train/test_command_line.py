@@ -79,8 +79,9 @@ def test_settings_of_the_users_own_tier_reach_hydra(command, tmp_path):
     composed = yaml.safe_load(shown)
     assert code == 0 and (composed["threads"], composed["export"]["trace_top"]) == (3, 5)
     assert "settings" not in composed["tier"] and composed["tier"]["router"] == {"kind": "softmax_topk"}
-    code, plans, _ = command(*where, "tier=own,nano", f"root={tmp_path}", "dry_run=true", "--multirun")
-    assert code == 0 and "export, tier own" in plans and "export, tier nano" in plans
+    where = ("--config-dir", str(tmp_path), "phase=quantize", f"teacher.directory={TEACHER}")
+    code, plans, _ = command(*where, "tier=own,nano", f"root={tmp_path / 'root'}", "dry_run=true", "--multirun")
+    assert code == 0 and "quantize, tier own" in plans and "quantize, tier nano" in plans
 
 
 def test_a_chain_is_read_whole_before_it_starts(command, tmp_path):

@@ -114,7 +114,7 @@ def test_a_config_cannot_be_changed():
     ("overrides", "words"),
     [
         (["tier=35b", "phase=teacher_text"], ["teacher.directory", "text.prompts", "not set"]),
-        (["tier=35b", "text.prompts=tasks"], ["teacher.directory", "not set"]),
+        (["tier=35b", "phase=on_policy", "text.prompts=tasks"], ["teacher.directory", "not set"]),
         (["tier.k=33"], ["tier.k", "33", "32"]),
         (["tier.k=0"], ["tier.k", "0"]),
         (["tier.k=2.5"], ["tier.k", "2.5"]),
@@ -187,7 +187,7 @@ def command(directory: Path, *arguments: str) -> tuple[int, str, list[str]]:
     [
         (["phase=nope"], ["phase: 'nope' is unknown", *PHASE_NAMES, "all"]),
         (["tier=9b"], ["tier: '9b' is unknown", "35b", "nano"]),
-        (["tier=35b"], ["teacher.directory", "not set"]),
+        (["tier=35b", "phase=quantize"], ["base.source", "not set"]),
         (["optim.nope=3"], ["optim.nope"]),
         (["optim.lr"], ["optim.lr"]),
         (["phase=nope", "--multirun"], ["phase: 'nope' is unknown"]),

@@ -119,7 +119,10 @@ def test_offline_is_said_in_one_sentence(tmp_path):
 
 def test_the_command_says_what_it_takes(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["x", "70b", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"error: '70b': choose one of 35b, 8b, or give owner/name with --revision"):
+    with pytest.raises(
+        SystemExit,
+        match=r"error: '70b': choose one of 35b, 8b, teacher-35b, teacher-8b, or give owner/name with --revision",
+    ):
         script.main()
     monkeypatch.setattr(sys, "argv", ["x", "35b", str(tmp_path / "m")])
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: FolderHub(tmp_path))

@@ -24,6 +24,7 @@ from edge0_train.build import warm_heads
 from edge0_train.config import Config, asset, configure
 from edge0_train.data.health import repetition
 from edge0_train.data.rows import IGNORE, TextRow, collate
+from edge0_train.inputs import check_inputs
 from edge0_train.losses import ON_POLICY_LOSSES, forward_kl, reverse_kl, reverse_kl_no_tail, sampled_token
 from edge0_train.objectives import ScoredBatch, scoring
 from edge0_train.objectives import on_policy as objective
@@ -225,9 +226,8 @@ def test_configuration_is_checked():
 
 def test_sampled_token_wants_the_students_own_samples(tmp_path: Path):
     own = ("on_policy.loss=sampled_token", "inputs.prerouter=a", "inputs.lora=b", f"run_dir={tmp_path}")
-    run: Any = None
     with pytest.raises(Edge0Error, match=r"temperature 0.7 and top_p 1.0; on_policy.loss=sampled_token"):
-        on_policy.on_policy(config(*own, "sample.temperature=0.7"), run)
+        check_inputs(config(*own, "sample.temperature=0.7"))
 
 
 def test_spare_prompts_stand_in_for_those_that_are_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -89,11 +89,14 @@ def test_dry_run_needs_a_config_json_alone(make_config, tmp_path, capsys, monkey
     assert not (tmp_path / "root").exists() and not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_of_the_whole_chain_needs_config_and_prompts_alone(tmp_path, capsys):
-    """Every phase says its plan: no weights, no text, no adapters, and nothing is written."""
+def test_a_dry_run_of_the_whole_chain_says_every_plan_and_then_what_is_missing(tmp_path, capsys):
+    """No text and no adapters are needed, which the chain makes; the teacher's weights are. Nothing is written."""
     tier, source = "35b", config_only(tmp_path / "source", "35b")
     settings = (f"teacher.directory={source}", "base.device=cpu", "sample.prompts=40", "optim.steps=4")
-    with initialize_config_dir(str(config_directory()), version_base=None):
+    with (
+        initialize_config_dir(str(config_directory()), version_base=None),
+        pytest.raises(Edge0Error, match=r"base\.source: .*source has no model\*\.safetensors; `python scripts/fetch"),
+    ):
         run_chain(
             configure().chain,
             [f"tier={tier}", f"root={tmp_path / 'root'}", "dry_run=true", *REQUIRED, *settings],
@@ -121,10 +124,16 @@ def test_dry_run_before_quantize_reads_the_source(make_config, tmp_path):
     assert len(lora_parameters(sketch_student(config, lora=True, heads=True))) == 2 * 62
 
 
-def test_dry_run_without_any_config_json_is_one_sentence(make_config, tmp_path):
-    config = make_config("student_sft", f"base.directory={tmp_path / 'later'}", f"base.source={tmp_path / 'gone'}")
-    with pytest.raises(Edge0Error, match=r"base\.directory: neither .*later.* nor .*gone"):
-        sketch_student(config, lora=True, heads=True)
+def test_a_plan_needs_no_config_json_either(make_config, tmp_path):
+    """On a bare machine the tier itself says its shapes."""
+    nowhere = (f"base.directory={tmp_path / 'later'}", f"base.source={tmp_path / 'gone'}")
+    there = (f"base.directory={config_only(tmp_path / 'base', '35b')}",)
+    bare, there = (make_config("student_sft", "tier=35b", *where) for where in (nowhere, there))
+    shapes = [
+        {name: p.shape for name, p in sketch_student(config, lora=True, heads=True).model.named_parameters()}
+        for config in (bare, there)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_dry_run_of_another_tier_names_the_field(make_config, tmp_path):

@@ -1,0 +1,23 @@
+"""What both packages ask of the machine they run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def memory_limit_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this process may use: the machine's memory, or its control group's limit if that is less (Linux, both versions)."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in proc.read_text().splitlines() if proc.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):  # a group's limit holds for those below it
+            if (folder / name).exists() and (text := (folder / name).read_text().strip()) != "max":
+                limits.append(int(text))
+            if folder == base:
+                break
+    return min(limits)
