@@ -9,7 +9,6 @@ weights read and bytes written, and nothing else: a real run takes up to about t
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -27,7 +26,7 @@ from edge0_train.base.packed import unpacked_numel
 from edge0_train.build import sketch_student
 from edge0_train.config import PHASES, Config, configure, examples
 from edge0_train.data.counts import Rows
-from edge0_train.environment import PACKAGES
+from edge0_train.environment import PACKAGES, package_version
 from edge0_train.fit import shortfalls
 from edge0_train.inputs import missing_inputs
 from edge0_train.machine import device_name, disk_free, limits
@@ -76,8 +75,8 @@ def doctor(overrides: Sequence[str], config_dir: str | None = None) -> str:
     here = config.base.device if config.base.device == "cpu" or torch.cuda.is_available() else "cpu"
     speeds = measure(config, here)
     lines = [
-        f"python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+        f"python {platform.pythonpackage_version()}, {platform.system()} {platform.machine()}",
+        ", ".join(f"{name} {package_version(name)}" for name in PACKAGES),
         f"wandb: {_wandb(config)}",
         f"computes on: {device_name(here)}"
         + f" (base.device={config.base.device} is not here)" * (here != config.base.device),
@@ -217,16 +216,9 @@ def disk_speeds(path: str) -> tuple[float, float]:
     return write, read
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 def _wandb(config: Config) -> str:
     """Whether runs would arrive: what is set, and whether there is a key."""
-    if _version("wandb") == "absent":
+    if package_version("wandb") == "absent":
         return "not installed; metrics go to metrics.jsonl"
     mode = os.environ.get("WANDB_MODE", config.logger.wandb)
     key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()

@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "commit": code_commit(),
         "diff": _git("diff", "HEAD"),
@@ -40,7 +40,8 @@ def code_commit() -> str:
     return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Of an installed package, or `absent`."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -24,7 +24,7 @@ from edge0_runtime.contract.fields import check_fields
 from edge0_runtime.contract.tier import Tier
 from edge0_train.config.checks import check
 from edge0_train.config.fields import Config, all_settings, groups
-from edge0_train.config.grammar import hydra_sentence, no_such_setting
+from edge0_train.config.grammar import hydra_sentence, no_such_setting, unreadable
 from edge0_train.config.phases import PHASES
 from edge0_train.config.tiers import config_directory, user_tiers
 
@@ -86,7 +86,7 @@ def check_choices(words: Sequence[str], own: Sequence[Path] = ()) -> None:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
-            raise Edge0Error(hydra_sentence(error)) from error
+            raise Edge0Error(unreadable(word, error)) from error
         name = override.key_or_group
         if name in GROUPS:
             _check_choice(name, override, choices_of(name, *own))

@@ -89,6 +89,7 @@ class Text:
     column: str = setting(
         "The column with a text or a list of messages; empty: messages, conversations or prompt, whichever is there.",
         "",
+        may_be_empty=True,
     )
     max_dropped: float = setting(
         "The run stops when a larger share of a source's rows cannot be used.", 0.1, least=0, at_most=1, volatile=True

@@ -13,13 +13,18 @@ from edge0_train.config.fields import nearest_setting
 def hydra_sentence(error: BaseException) -> str:
     """An exception of Hydra or OmegaConf in one sentence; Hydra's own advice, to append what is unknown with +, leads nowhere."""
     if isinstance(error, OverrideParseException):
-        reason = shown(str(error).partition("\n")[0])[1:-1]
-        return f"{shown(error.override)}: cannot be read ({reason}); quote a value with special characters: 'name=\"value\"'"
+        return unreadable(error.override, error)
     text = " ".join(str(error).split())
     unknown = re.match(r"Could not (?:override|delete)[^']*'([^']+)'", text)
     if not unknown:
         return text
     return no_such_setting(unknown[1])
+
+
+def unreadable(word: str, error: BaseException) -> str:
+    """The sentence for a word that Hydra's grammar does not take."""
+    reason = shown(str(error).partition("\n")[0])[1:-1]
+    return f"{shown(word)[1:-1]}: cannot be read ({reason}); quote a value with special characters: 'name=\"value\"'"
 
 
 def no_such_setting(name: str) -> str:
