@@ -244,7 +244,8 @@ def doctor_command(arguments: Sequence[str]) -> None:
             at = words.index(flag)
             config_dir = words[at + 1] if at + 1 < len(words) else None
             del words[at : at + 2]
-    if not any(word.startswith("tier=") for word in words):
-        raise Edge0Error(f"doctor: no tier; {USAGE}")
+    flags = [word for word in words if word.startswith("-")]
+    if flags or not any(word.startswith("tier=") for word in words):
+        raise Edge0Error(f"doctor: {f'{flags[0]} is unknown' if flags else 'no tier'}; {USAGE}")
     print(doctor(words, config_dir))
     sys.stdout.flush()
