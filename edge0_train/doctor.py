@@ -75,7 +75,7 @@ def doctor(overrides: Sequence[str], config_dir: str | None = None) -> str:
     here = config.base.device if config.base.device == "cpu" or torch.cuda.is_available() else "cpu"
     speeds = measure(config, here)
     lines = [
-        f"python {platform.pythonpackage_version()}, {platform.system()} {platform.machine()}",
+        f"python {platform.python_version()}, {platform.system()} {platform.machine()}",
         ", ".join(f"{name} {package_version(name)}" for name in PACKAGES),
         f"wandb: {_wandb(config)}",
         f"computes on: {device_name(here)}"

@@ -96,11 +96,10 @@ def test_debug_prints_the_traceback_and_is_no_setting(command):
 def test_a_command_that_hydra_refuses_ends_the_same_way(command):
     code, _, said = command(None, "optim.learning_rate=1")
     assert code == 2 and said == (
-        "error: optim.learning_rate: there is no such setting; optim has steps, rows, micro_rows, lr, weight_decay, warmup,"
-        " schedule, clip, patience\n"
+        "error: optim.learning_rate: no such setting; did you mean optim.lr? `python -m edge0_train settings` has all\n"
     )
     code, _, said = command(None, "optim.lr=[")
-    assert code == 2 and said.startswith("error: 'optim.lr=[': cannot be read (") and said.count("\n") == 1
+    assert code == 2 and said.startswith("error: optim.lr=[: cannot be read (") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -114,9 +113,8 @@ def test_an_unknown_setting_is_told_the_one_that_was_meant(wrong, right):
 
 
 def test_hydras_own_advice_is_not_passed_on():
-    with pytest.raises(Edge0Error) as error:
+    with pytest.raises(Edge0Error, match=r"nothing\.like\.it: no such setting; .*`python -m edge0_train settings` has all$"):
         configure("nothing.like.it=1")
-    assert str(error.value) == "nothing.like.it: there is no such setting; `python -m edge0_train settings` lists all"
     assert hydra_sentence(ValueError("some\nother  text")) == "some other text"
 
 
@@ -160,6 +158,7 @@ def test_stdout_that_nobody_reads_does_not_look_like_the_end_of_a_training(comma
 def stopped(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A run of student_sft with every file that it writes before its end."""
     monkeypatch.setattr("edge0_train.build.input_identity", lambda config: {"teacher": {"name": "t"}})
+    monkeypatch.setattr("edge0_train.inputs.check_inputs", lambda config: None)  # there is no base
     config = configure("phase=student_sft", f"root={tmp_path / 'root'}", "logger.wandb=disabled")
 
     def does(run: Run) -> None:

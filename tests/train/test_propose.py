@@ -138,7 +138,7 @@ def test_a_tier_file_is_a_tier_for_the_other_commands_too(tmp_path, capsys, monk
     assert runtime_cli.main(["tiers", str(file)]) == 0
     assert "heads 5, " in capsys.readouterr().out
     (tmp_path / "broken.yaml").write_text("a: [")
-    for name, message in (("broken.yaml", "cannot be read as YAML"), ("none.yaml", "No such file"), ("own", "unknown")):
+    for name, message in (("broken.yaml", "not plain YAML"), ("none.yaml", "No such file"), ("own", "unknown")):
         assert runtime_cli.main(["tiers", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "list.yaml").write_text("- 1")
