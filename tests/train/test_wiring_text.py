@@ -16,7 +16,13 @@ def chain(make_config: Make, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 @pytest.fixture(scope="module")
 def ran(chain: Chain) -> Ran:
-    return chain.run("teacher_text", "tier.k=1", "sample.prompts=12", f"run_dir={chain.root / 'teacher_text'}")
+    return chain.run(
+        "teacher_text",
+        "tier.k=1",
+        "sample.prompts=12",
+        "sample.max_new_tokens=32",
+        f"run_dir={chain.root / 'teacher_text'}",
+    )
 
 
 def rows_of(ran: Ran, side: str) -> list[TextRow]:
