@@ -40,7 +40,8 @@ KEPT_STATES = 3
 
 def check_inputs(config: Config) -> None:
     """Raise Edge0Error that lists what the phase would not find, in order, with the commands that make it."""
-    _raise(config, missing_inputs(config))
+    if _is_first_rank():
+        _raise(config, missing_inputs(config))
 
 
 def check_chain_inputs(configs: Sequence[Config]) -> None:
@@ -49,7 +50,7 @@ def check_chain_inputs(configs: Sequence[Config]) -> None:
     Prompts are counted, and every run directory must be free (or be continued).
     """
     made: set[str] = set()
-    for config in configs:
+    for config in configs if _is_first_rank() else ():
         problems = missing_inputs(config, made)
         if not _is_done(config):
             problems += [*_run_directory(config), *_told(_enough_prompts, config)]
@@ -69,8 +70,6 @@ def missing_inputs(config: Config, made: Collection[str] = ()) -> list[str]:
 
 
 def _raise(config: Config, problems: Sequence[str]) -> None:
-    if not _is_first_rank():
-        return
     if len(found := [*dict.fromkeys(problems)]) == 1:
         raise Edge0Error(found[0])
     if found:
@@ -170,7 +169,8 @@ def _model(name: str, directory: str, config: Config) -> Iterator[str]:
 
 
 def _new_base(config: Config) -> Iterator[str]:
-    check_new(Path(config.base.directory))
+    if not config.resume:  # a killed run may have left its base, which phase=quantize then compares
+        check_new(Path(config.base.directory))
     yield from ()
 
 
@@ -206,13 +206,13 @@ def _prompts(config: Config) -> Iterator[str]:
         yield f"text.prompts: {source} does not exist; write it, with lines such as {ONE_PROMPT}"
 
 
-def _load_prompts(config: Config, train: int) -> Prompts:
-    """Without a look at their lengths: that takes tokenising them."""
+def _load_prompts(config: Config, train: int, held_out: int = 1) -> Prompts:
+    """As many as the phase reads, so that the same share of rows is unusable; their lengths would take tokenising them."""
     text = config.text
     return load_prompts(
         text.prompts,
         train=train,
-        held_out=1,
+        held_out=held_out,
         seed=config.seed,
         split=text.split,
         column=text.column,
@@ -224,7 +224,10 @@ def _enough_prompts(config: Config) -> Iterator[str]:
     """Of a file; generated tasks never end, and a dataset by name is not at hand."""
     if "prompts" not in PHASES[config.phase].reads or not Path(config.text.prompts).is_file():
         return
-    want = config.optim.rows * config.optim.steps if config.phase == "on_policy" else 1
+    if config.phase != "on_policy":  # which takes what it finds
+        _load_prompts(config, config.sample.prompts, config.sample.eval_prompts)
+        return
+    want = config.optim.rows * config.optim.steps
     found = len(_load_prompts(config, want).train)
     if found < want:
         yield (

@@ -209,13 +209,40 @@ def test_a_chain_is_checked_to_its_end_before_it_starts(tmp_path):
         check_chain_inputs(chain(f"root={root}"))
 
 
+def test_a_chain_judges_prompts_by_as_many_rows_as_its_phases_read(tmp_path):
+    """A bad first line is not a third of the file."""
+    good = [json.dumps({"messages": [{"role": "user", "content": f"Add {n}."}]}) for n in range(60)]
+    (tmp_path / "p.jsonl").write_text("\n".join(["no JSON", *good]), encoding="utf-8")
+    words = (f"root={tmp_path / 'root'}", f"text.prompts={tmp_path / 'p.jsonl'}", "optim.steps=4", "optim.rows=2")
+    check_chain_inputs(chain(*words))
+    (tmp_path / "p.jsonl").write_text("\n".join([*["no JSON"] * 20, *good]), encoding="utf-8")
+    with pytest.raises(Edge0Error, match=r"text\.max_dropped: 20 of 80 rows"):
+        check_chain_inputs(chain(*words))
+
+
+def test_one_rank_looks_for_all(monkeypatch, tmp_path):
+    config = configure("phase=head_distill", "tier=nano", f"root={tmp_path}")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(inputs, "missing_inputs", lambda *_: pytest.fail("the second rank looks too"))
+    check_inputs(config)
+    check_chain_inputs([config])
+
+
 def test_what_is_done_already_is_not_looked_at(tmp_path, make_config):
-    config = configure("phase=quantize", "tier=nano", f"root={tmp_path}", "resume=true")
-    quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)
-    assert "exists" in missing_inputs(config)[0]
-    Path(config.run_dir).mkdir()
-    (Path(config.run_dir) / "done.json").write_text("{}")
+    config = make_config("head_distill", f"run_dir={tmp_path}", "resume=true", "text.rows=/gone")
+    assert missing_inputs(config)
+    (tmp_path / "done.json").write_text("{}")
     assert missing_inputs(config) == []
+
+
+def test_a_killed_quantize_is_continued_over_the_base_that_it_had_written(tmp_path):
+    words = ("phase=quantize", "tier=nano", f"root={tmp_path}")
+    config = configure(*words, "resume=true")
+    quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)
+    with pytest.raises(Edge0Error, match="output directory .* exists"):
+        cli.run_phase(configure(*words))
+    cli.run_phase(config)
+    assert (Path(config.run_dir) / "done.json").is_file()
 
 
 @pytest.mark.parametrize(
