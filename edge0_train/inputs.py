@@ -18,15 +18,15 @@ from edge0_runtime.contract.artifacts import Kind
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import read_json
 from edge0_train.adapters import base_info, input_path, read_input
 from edge0_train.base.load import parameter_shapes
 from edge0_train.base.shards import check_new
 from edge0_train.base.weights import MlxWeights
-from edge0_train.build import sketch_student
+from edge0_train.build import check_card, sketch_student
 from edge0_train.config import ONE_PROMPT, PHASES, Config, command, examples, fetch_teacher
 from edge0_train.data.counts import Rows
 from edge0_train.data.prompts import Prompts, load_prompts
+from edge0_train.data.rows import read_card
 from edge0_train.fit import with_settings, would_fit
 from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.machine import disk_free, limits
@@ -185,17 +185,13 @@ def _base(config: Config) -> Iterator[str]:
 
 
 def _text(config: Config) -> Iterator[str]:
-    card = Path(config.text.rows) / "card.json"
-    make = command(config, "teacher_text", *_unless_set(config, "teacher.directory", "text.prompts"))
-    if not card.is_file():
+    if not (Path(config.text.rows) / "card.json").is_file():
+        make = command(config, "teacher_text", *_unless_set(config, "teacher.directory", "text.prompts"))
         yield f"text.rows: {config.text.rows} has no card.json; `{make}` writes the rows"
         return
-    theirs = read_json(card, f"write the rows again: `{make}`").get("tokenizer_sha256")
-    if theirs and Path(config.base.directory).is_dir() and theirs != (ours := base_info(config).tokenizer_hash):
-        yield (
-            f"text.rows: {config.text.rows} was written with another tokenizer ({str(theirs)[:12]}) than the base's"
-            f" ({ours[:12]}); run phase=teacher_text again with a teacher that shares it"
-        )
+    card = read_card(config.text.rows)
+    if Path(config.base.directory).is_dir():
+        check_card(config, card, base_info(config))
 
 
 def _prompts(config: Config) -> Iterator[str]:

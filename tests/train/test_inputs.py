@@ -129,7 +129,8 @@ def other_tokenizer(directory: Path) -> Path:
         ("head_distill", "base.device=cuda", "base.device: cuda, but torch .* here; take"),
         ("head_distill", "base.directory={teacher}", "tensors|parameters|names"),
         ("head_distill", "text.rows={foreign}", "text.rows: .* another tokenizer"),
-        ("head_distill", "text.rows={broken}", r"card\.json: not strict JSON .* write the rows again: `python"),
+        ("evaluate", "text.rows={template}", "text.rows: .* another chat template"),
+        ("head_distill", "text.rows={broken}", r"card\.json: not strict JSON .* delete done.json of that run"),
         ("head_refine", "inputs.prerouter=/gone", "inputs.prerouter: /gone does not exist"),
         ("head_refine", "inputs.prerouter=''", "inputs.prerouter: empty"),
         ("on_policy", "on_policy.loss=sampled_token sample.top_p=0.5", "estimates with what the student itself would write"),
@@ -140,16 +141,23 @@ def other_tokenizer(directory: Path) -> Path:
     ],
 )  # fmt: skip
 def test_a_dry_run_fails_where_the_run_would_at_once(make_config, phase, override, message, dry, tmp_path, monkeypatch):
-    foreign, broken, only_bin = tmp_path / "foreign", tmp_path / "broken", tmp_path / "bin"
-    for directory, card in ((foreign, json.dumps({"tokenizer_sha256": "0" * 64})), (broken, "{")):
+    foreign, template, broken, only_bin = (tmp_path / name for name in ("foreign", "template", "broken", "bin"))
+    for directory, key in ((foreign, "tokenizer_sha256"), (template, "template_sha256"), (broken, "")):
         directory.mkdir()
+        card = json.dumps({"fingerprint": "0" * 64, key: "0" * 64}) if key else "{"
         (directory / "card.json").write_text(card)
     only_bin.mkdir()
     (only_bin / "config.json").write_text((TEACHER / "config.json").read_text(encoding="utf-8"))
     (only_bin / "pytorch_model.bin").write_bytes(b"x")
     other = other_tokenizer(tmp_path / "other")
     words = override.format(
-        other=other, teacher=TEACHER, foreign=foreign, broken=broken, bin=only_bin, new=tmp_path / "new"
+        other=other,
+        teacher=TEACHER,
+        foreign=foreign,
+        template=template,
+        broken=broken,
+        bin=only_bin,
+        new=tmp_path / "new",
     )
     config = make_config(phase, f"run_dir={tmp_path / 'run'}", *words.split(), f"dry_run={str(dry).lower()}")
     with pytest.raises(Edge0Error, match=message):
