@@ -247,7 +247,7 @@ def test_a_killed_quantize_is_continued_over_the_base_that_it_had_written(tmp_pa
     words = ("phase=quantize", "tier=nano", f"root={tmp_path}")
     config = configure(*words, "resume=true")
     quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)
-    with pytest.raises(Edge0Error, match="output directory .* exists"):
+    with pytest.raises(Edge0Error, match=r"output directory .* exists"):
         cli.run_phase(configure(*words))
     cli.run_phase(config)
     assert (Path(config.run_dir) / "done.json").is_file()
@@ -296,6 +296,8 @@ def test_doctor_says_speeds_hours_and_what_is_missing(tmp_path, monkeypatch, cap
         "1. base.source: models/Ling-3.0-tiny does not exist"
     )
     assert not list(tmp_path.iterdir()), "what it wrote to measure the disk is gone"
+    doctor.doctor_command(["tier=8b", "hardware=1x24gb", "chain=[quantize]", "logger.wandb=disabled"])
+    assert "wandb: disabled" in capsys.readouterr().out
     with pytest.raises(Edge0Error, match="doctor: no tier; usage"):
         doctor.doctor_command([])
 
