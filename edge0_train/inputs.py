@@ -7,6 +7,7 @@ Nothing large is read: names, headers, cards. A dry run makes the same checks, a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from edge0_runtime.contract.artifacts import Kind
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
@@ -66,14 +67,15 @@ def missing_inputs(config: Config, made: Collection[str] = ()) -> list[str]:
     checks = [CHECKS[name] for name in wanted]
     if {"base", "text"} & {*wanted}:
         checks.insert(0, _origin)
-    return [problem for check in (*checks, _memory, _disk) for problem in _told(check, config)]
+    checks += [_binding(*(kind for kind in KINDS if kind in wanted)), _memory, _disk]
+    return [*dict.fromkeys(problem for check in checks for problem in _told(check, config))]
 
 
 def _raise(config: Config, problems: Sequence[str]) -> None:
-    if len(found := [*dict.fromkeys(problems)]) == 1:
-        raise Edge0Error(found[0])
-    if found:
-        listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(found, 1))
+    if len(problems) == 1:
+        raise Edge0Error(problems[0])
+    if problems:
+        listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise Edge0Error(f"phase={config.phase} tier={config.tier.name} cannot start; mend in this order:{listed}")
 
 
@@ -253,10 +255,22 @@ def _adapter(config: Config, kind: Kind, maker: str) -> Iterator[str]:
             make = command(config, maker)
             yield f"inputs.{kind}: no phase before {config.phase} has written it below {config.root}; `{make}` does"
             return
-    adapter = read_input(config, kind, value)
-    if adapter and Path(config.base.directory).is_dir():
-        both = {"prerouter": None, "lora": None, kind: adapter}
-        check_binding(base_info(config).identity, both["prerouter"], both["lora"])
+    read_input(config, kind, value)
+
+
+def _binding(*kinds: Kind) -> Check:
+    """Whether the adapters that are there were made for the base and for each other."""
+
+    def check(config: Config) -> Iterator[str]:
+        found: dict[Kind, Adapter | None] = dict.fromkeys(KINDS)
+        for kind in kinds:
+            with contextlib.suppress(Edge0Error):  # told by `_adapter`
+                found[kind] = read_input(config, kind, input_path(config, kind))
+        if any(found.values()) and Path(config.base.directory).is_dir():
+            check_binding(base_info(config).identity, found["prerouter"], found["lora"])
+        yield from ()
+
+    return check
 
 
 def _any_heads(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from edge0_train import cli, doctor, inputs
 from edge0_train.base.quantize_model import quantize_checkpoint
 from edge0_train.config import PHASE_NAMES, PHASES, Config, command, configure, user_tiers
 from edge0_train.inputs import CHECKS, check_chain_inputs, check_inputs, missing_inputs
+from edge0_train.synthetic import write_adapters
 from tests.scripts_by_path import load_script
 from tests.tiny_models import TEACHER
 
@@ -171,6 +172,19 @@ def test_a_dry_run_finds_a_run_directory_that_exists(make_config, tmp_path, caps
     with pytest.raises(Edge0Error, match=r"run_dir: .*run exists already; choose another run_dir or continue"):
         cli.run_phase(make_config("head_distill", f"run_dir={tmp_path / 'run'}", "dry_run=true"))
     assert "at the peak" in capsys.readouterr().out, "the plan comes first"
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_heads_and_lora_of_two_trainings_are_found_before_anything_is_loaded(make_config, tmp_path, dry):
+    config = make_config("export")
+    other = Path(shutil.copytree(config.base.directory, tmp_path / "other"))
+    write_adapters(other, config.tier, 1.0)
+    words = (f"inputs.lora={other}", f"run_dir={tmp_path / 'run'}", f"dry_run={dry}")
+    with pytest.raises(
+        Edge0Error, match=r"was trained with prerouter .*\n.*set inputs\.prerouter and inputs\.lora to files"
+    ):
+        cli.run_phase(make_config("export", *words))
+    assert missing_inputs(make_config("export", *words, f"inputs.prerouter={other}")) == []
 
 
 def test_a_base_of_another_tier_is_named_by_its_fields(make_config, tmp_path):
