@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -154,21 +155,23 @@ def _hash_input(config: Config, kind: Kind) -> str | None:
     return adapter.sha256 if adapter else None
 
 
-def check_text(config: Config, student: Student, data: TextData) -> None:
-    """Raise Edge0Error if the rows were written with another tokenizer or chat template than the base's.
-
-    Cards of old have no hashes, and name no teacher: that is said.
-    """
+def check_card(config: Config, card: Mapping[str, Any], base: BaseInfo) -> None:
+    """Raise Edge0Error if rows with this card were written with another tokenizer or chat template; cards of old name neither."""
     for what, key, ours in (
-        ("tokenizer", "tokenizer_sha256", student.base.tokenizer_hash),
-        ("chat template", "template_sha256", student.base.template_hash),
+        ("tokenizer", "tokenizer_sha256", base.tokenizer_hash),
+        ("chat template", "template_sha256", base.template_hash),
     ):
-        found = data.card.get(key, ours)
+        found = card.get(key, ours)
         if found != ours:
             raise Edge0Error(
                 f"text.rows: {config.text.rows} was written with another {what} ({str(found)[:12]}) than the base's"
                 f" ({str(ours)[:12]}); run phase=teacher_text again with a teacher that shares it"
             )
+
+
+def check_text(config: Config, student: Student, data: TextData) -> None:
+    """`check_card`, and say so where the card names no teacher."""
+    check_card(config, data.card, student.base)
     if "teacher" not in data.card:
         print(
             f"text.rows: the card of {config.text.rows} is an older version's and names no teacher; provenance will say"

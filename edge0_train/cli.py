@@ -231,11 +231,9 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
 
 def run_phase(config: Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it is done already there, or on a rank that is not needed."""
-    from accelerate import PartialState
-
     from edge0_train.inputs import check_inputs
     from edge0_train.phases import phase_function
-    from edge0_train.run import is_unused, open_run
+    from edge0_train.run import is_unused, join_ranks, open_run
     from edge0_train.tracking import start_wandb
 
     phase = phase_function(config.phase)
@@ -245,7 +243,7 @@ def run_phase(config: Config) -> dict[str, Any] | None:
         plan_phases([config])
         return None
     check_inputs(config)
-    state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
+    state = join_ranks(config.base.device)
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
     with open_run(config) as run:

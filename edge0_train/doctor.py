@@ -32,6 +32,7 @@ from edge0_train.inputs import missing_inputs
 from edge0_train.machine import device_name, disk_free, limits
 from edge0_train.memory import GIB, phase_need
 from edge0_train.report import table
+from edge0_train.tracking import wandb_mode
 
 USAGE = "usage: python -m edge0_train doctor tier=TIER [hardware=NAME] [setting=value ...]"
 SIDE = {"cpu": 1024, "cuda": 8192}
@@ -220,7 +221,7 @@ def _wandb(config: Config) -> str:
     """Whether runs would arrive: what is set, and whether there is a key."""
     if package_version("wandb") == "absent":
         return "not installed; metrics go to metrics.jsonl"
-    mode = os.environ.get("WANDB_MODE", config.logger.wandb)
+    mode = wandb_mode(config)
     key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()
     return f"{mode}, {'logged in' if key else 'not logged in: `wandb login` before logger.wandb=online'}"
 

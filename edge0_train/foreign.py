@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import one_line
 
 _NO_CUDA = (
     "Torch not compiled with CUDA",
@@ -21,7 +21,7 @@ LESS_MEMORY = (
 
 def foreign(error: BaseException) -> str | None:
     """The sentence for a library's exception; None where it is not known, which makes it a fault."""
-    text, library = shown(" ".join(str(error).split()))[1:-1], type(error).__module__.partition(".")[0]
+    text, library = one_line(error), type(error).__module__.partition(".")[0]
     if type(error).__name__ == "OutOfMemoryError" or any(said in text for said in _NO_MEMORY):
         return f"memory: {text}; {LESS_MEMORY}"
     if isinstance(error, (RuntimeError, AssertionError)) and any(said in text for said in _NO_CUDA):

@@ -7,6 +7,7 @@ Nothing large is read: names, headers, cards. A dry run makes the same checks, a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,19 +15,19 @@ from pathlib import Path
 
 import torch
 
-from edge0_runtime.contract.artifacts import Kind
+from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import SHARD_PATTERN, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import read_json
 from edge0_train.adapters import base_info, input_path, read_input
 from edge0_train.base.load import parameter_shapes
 from edge0_train.base.shards import check_new
 from edge0_train.base.weights import MlxWeights
-from edge0_train.build import sketch_student
+from edge0_train.build import check_card, sketch_student
 from edge0_train.config import ONE_PROMPT, PHASES, Config, command, examples, fetch_teacher
 from edge0_train.data.counts import Rows
 from edge0_train.data.prompts import Prompts, load_prompts
+from edge0_train.data.rows import read_card
 from edge0_train.fit import with_settings, would_fit
 from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.machine import disk_free, limits
@@ -40,7 +41,8 @@ KEPT_STATES = 3
 
 def check_inputs(config: Config) -> None:
     """Raise Edge0Error that lists what the phase would not find, in order, with the commands that make it."""
-    _raise(config, missing_inputs(config))
+    if _is_first_rank():
+        _raise(config, missing_inputs(config))
 
 
 def check_chain_inputs(configs: Sequence[Config]) -> None:
@@ -49,7 +51,7 @@ def check_chain_inputs(configs: Sequence[Config]) -> None:
     Prompts are counted, and every run directory must be free (or be continued).
     """
     made: set[str] = set()
-    for config in configs:
+    for config in configs if _is_first_rank() else ():
         problems = missing_inputs(config, made)
         if not _is_done(config):
             problems += [*_run_directory(config), *_told(_enough_prompts, config)]
@@ -65,16 +67,15 @@ def missing_inputs(config: Config, made: Collection[str] = ()) -> list[str]:
     checks = [CHECKS[name] for name in wanted]
     if {"base", "text"} & {*wanted}:
         checks.insert(0, _origin)
-    return [problem for check in (*checks, _memory, _disk) for problem in _told(check, config)]
+    checks += [_binding(*(kind for kind in KINDS if kind in wanted)), _memory, _disk]
+    return [*dict.fromkeys(problem for check in checks for problem in _told(check, config))]
 
 
 def _raise(config: Config, problems: Sequence[str]) -> None:
-    if not _is_first_rank():
-        return
-    if len(found := [*dict.fromkeys(problems)]) == 1:
-        raise Edge0Error(found[0])
-    if found:
-        listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(found, 1))
+    if len(problems) == 1:
+        raise Edge0Error(problems[0])
+    if problems:
+        listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise Edge0Error(f"phase={config.phase} tier={config.tier.name} cannot start; mend in this order:{listed}")
 
 
@@ -170,7 +171,8 @@ def _model(name: str, directory: str, config: Config) -> Iterator[str]:
 
 
 def _new_base(config: Config) -> Iterator[str]:
-    check_new(Path(config.base.directory))
+    if not config.resume:  # a killed run may have left its base, which phase=quantize then compares
+        check_new(Path(config.base.directory))
     yield from ()
 
 
@@ -185,17 +187,13 @@ def _base(config: Config) -> Iterator[str]:
 
 
 def _text(config: Config) -> Iterator[str]:
-    card = Path(config.text.rows) / "card.json"
-    make = command(config, "teacher_text", *_unless_set(config, "teacher.directory", "text.prompts"))
-    if not card.is_file():
+    if not (Path(config.text.rows) / "card.json").is_file():
+        make = command(config, "teacher_text", *_unless_set(config, "teacher.directory", "text.prompts"))
         yield f"text.rows: {config.text.rows} has no card.json; `{make}` writes the rows"
         return
-    theirs = read_json(card, f"write the rows again: `{make}`").get("tokenizer_sha256")
-    if theirs and Path(config.base.directory).is_dir() and theirs != (ours := base_info(config).tokenizer_hash):
-        yield (
-            f"text.rows: {config.text.rows} was written with another tokenizer ({str(theirs)[:12]}) than the base's"
-            f" ({ours[:12]}); run phase=teacher_text again with a teacher that shares it"
-        )
+    card = read_card(config.text.rows)
+    if Path(config.base.directory).is_dir():
+        check_card(config, card, base_info(config))
 
 
 def _prompts(config: Config) -> Iterator[str]:
@@ -206,13 +204,13 @@ def _prompts(config: Config) -> Iterator[str]:
         yield f"text.prompts: {source} does not exist; write it, with lines such as {ONE_PROMPT}"
 
 
-def _load_prompts(config: Config, train: int) -> Prompts:
-    """Without a look at their lengths: that takes tokenising them."""
+def _load_prompts(config: Config, train: int, held_out: int = 1) -> Prompts:
+    """As many as the phase reads, so that the same share of rows is unusable; their lengths would take tokenising them."""
     text = config.text
     return load_prompts(
         text.prompts,
         train=train,
-        held_out=1,
+        held_out=held_out,
         seed=config.seed,
         split=text.split,
         column=text.column,
@@ -224,7 +222,10 @@ def _enough_prompts(config: Config) -> Iterator[str]:
     """Of a file; generated tasks never end, and a dataset by name is not at hand."""
     if "prompts" not in PHASES[config.phase].reads or not Path(config.text.prompts).is_file():
         return
-    want = config.optim.rows * config.optim.steps if config.phase == "on_policy" else 1
+    if config.phase != "on_policy":  # which takes what it finds
+        _load_prompts(config, config.sample.prompts, config.sample.eval_prompts)
+        return
+    want = config.optim.rows * config.optim.steps
     found = len(_load_prompts(config, want).train)
     if found < want:
         yield (
@@ -254,10 +255,22 @@ def _adapter(config: Config, kind: Kind, maker: str) -> Iterator[str]:
             make = command(config, maker)
             yield f"inputs.{kind}: no phase before {config.phase} has written it below {config.root}; `{make}` does"
             return
-    adapter = read_input(config, kind, value)
-    if adapter and Path(config.base.directory).is_dir():
-        both = {"prerouter": None, "lora": None, kind: adapter}
-        check_binding(base_info(config).identity, both["prerouter"], both["lora"])
+    read_input(config, kind, value)
+
+
+def _binding(*kinds: Kind) -> Check:
+    """Whether the adapters that are there were made for the base and for each other."""
+
+    def check(config: Config) -> Iterator[str]:
+        found: dict[Kind, Adapter | None] = dict.fromkeys(KINDS)
+        for kind in kinds:
+            with contextlib.suppress(Edge0Error):  # told by `_adapter`
+                found[kind] = read_input(config, kind, input_path(config, kind))
+        if any(found.values()) and Path(config.base.directory).is_dir():
+            check_binding(base_info(config).identity, found["prerouter"], found["lora"])
+        yield from ()
+
+    return check
 
 
 def _any_heads(config: Config) -> Iterator[str]:

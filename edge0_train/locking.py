@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import unquoted
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
@@ -26,7 +26,7 @@ def acquire(path: Path, what: str) -> int:
         # Of the process, unlike flock: a child that was forked for data loading keeps nothing alive, and NFS knows it too.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = shown(os.read(descriptor, 100).decode(errors="replace").strip())[1:-1]
+        holder = unquoted(os.read(descriptor, 100).decode(errors="replace").strip())
         if error.errno in _TAKEN:
             os.close(descriptor)
             raise Edge0Error(

@@ -25,7 +25,7 @@ from edge0_train.checkpoint import checkpoints, load_checkpoint, load_newest, sa
 from edge0_train.config import Optim
 from edge0_train.report import progress
 from edge0_train.run import Run, by_rank_0
-from edge0_train.stopping import Interrupted, leave_together, polled
+from edge0_train.stopping import Interrupted, heard_anywhere, leave, polled
 
 
 class MicroBatch(Protocol):
@@ -105,10 +105,10 @@ def train(run: Run, optim: Optim, objective: Objective) -> dict[str, Any]:
                     run.log(done, last)
             finished = done == optim.steps or bool(early and early.exhausted)
             # On all ranks or on none; and asked once: a signal between saving and leaving would leave without saving.
-            heard = max(gather_object([stopped()]))
+            heard = heard_anywhere(stopped())
             if done % run.config.logger.checkpoint_every == 0 or finished or heard:
                 _save(run, objective, optimizer, early, done, tokens_before + tokens_done, state)
-            leave_together(heard, f"step {done} of {optim.steps} is done and kept")
+            leave(heard, f"step {done} of {optim.steps} is done and kept")
     if early:
         last = {**last, **_keep_best(early, done)}
     return {"steps": done, "tokens": tokens_before + tokens_done, **last}

@@ -17,6 +17,7 @@ ends, and never blocks a command. JSON is strict: a number that is not finite is
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -54,6 +55,7 @@ MEND_METRICS = f"delete that line, {CONTINUE}"
 DELETE_INPUTS = f"delete it, {CONTINUE}: it is written anew"
 DELETE_DONE = f"delete it, {CONTINUE}: what was finished is kept, and the end is done again"
 MAX_METRICS = 2**30
+LONGEST_WAIT = datetime.timedelta(days=7)
 
 
 @dataclass
@@ -181,6 +183,13 @@ class Run:
                 shutil.rmtree(self.directory, ignore_errors=True)
             release(self.lock)
             self.lock = None
+
+
+def join_ranks(device: str) -> PartialState:
+    """This process among the ranks of its training, which wait for each other as long as that may take."""
+    # cpu: else accelerate takes ranks on CPUs for single processes. timeout: torch ends ranks that have waited 10 minutes on
+    # GPUs, half an hour on CPUs; while rank 0 alone quantises, evaluates or hashes a teacher, it is hours.
+    return PartialState(cpu=device == "cpu", timeout=LONGEST_WAIT)
 
 
 def open_run(config: Config) -> Run:

@@ -64,13 +64,21 @@ def polled() -> Iterator[Callable[[], int]]:
         signal.raise_signal(missed)
 
 
-def leave_together(number: int, finished: str) -> None:
-    """Raise `Interrupted` on all ranks when any of them has noted a signal; a rank waits here for the others.
+def heard_anywhere(number: int) -> int:
+    """The signal that any rank has noted, 0 for none, on all ranks alike; a rank waits here for the others.
 
     Args:
         number: the signal that this rank has noted, or 0.
-        finished: what is on the disk: the end of the sentence.
     """
-    heard = max(gather_object([number]))
+    return max(gather_object([number]))
+
+
+def leave(heard: int, finished: str) -> None:
+    """Raise `Interrupted` unless `heard` is 0; `finished` is what is on the disk: the end of the sentence."""
     if heard:
         raise Interrupted(heard, f"stopped by {signal.Signals(heard).name}: {finished}")
+
+
+def leave_together(number: int, finished: str) -> None:
+    """`leave` on all ranks when any of them has noted a signal (`heard_anywhere`)."""
+    leave(heard_anywhere(number), finished)

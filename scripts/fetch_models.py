@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from edge0_runtime.contract.artifacts import KINDS, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.edge import DEBUG, run_command
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace, raise_problems, read_text, sha256_file
 from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names
@@ -158,7 +159,7 @@ def check_contents(directory: Path, tier_name: str | None) -> None:
 
 
 def main() -> None:
-    """Entry point; exit code 2 is a problem that the user can act on."""
+    """Entry point; exits with the codes of `edge0_runtime.contract.edge`, and returns when all is there."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,28 +169,33 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--revision", metavar="COMMIT", help="default: the pinned one; of a teacher, the newest")
+    parser.add_argument(DEBUG, action="store_true", help="print the traceback of an error")
     args = parser.parse_args()
-    try:
-        known = PUBLISHED.get(args.what)
-        repo = known.repo if known else TEACHERS.get(args.what, args.what)
-        if not known and args.what not in TEACHERS and not (args.revision and "/" in args.what):
-            raise Edge0Error(
-                f"{args.what!r}: choose one of {', '.join((*PUBLISHED, *TEACHERS))}, or give owner/name with --revision COMMIT"
-            )
-        from huggingface_hub import HfApi
+    code = run_command(lambda: run(args.what, args.directory, args.revision), debug=args.debug)
+    if code:
+        sys.exit(code)
 
-        if known or args.revision:
-            source = Source(repo, args.revision or (known.revision if known else ""))
-        else:
-            source = newest(repo, args.directory, HfApi())
-        # A tier that has no built-in description yet is fetched and verified all the same.
-        tier_name = args.what if known and args.what in builtin_tier_names() else None
-        files = fetch(source, args.directory, HfApi(), tier_name)
-    except Edge0Error as error:
-        sys.exit(f"error: {error}")
+
+def run(what: str, directory: Path, revision: str | None) -> None:
+    """Fetch `what`, and say what has come. Raises Edge0Error as `fetch`, and for a name that is not known."""
+    known = PUBLISHED.get(what)
+    if not known and what not in TEACHERS and not (revision and "/" in what):
+        raise Edge0Error(
+            f"{what!r}: choose one of {', '.join((*PUBLISHED, *TEACHERS))}, or give owner/name with --revision COMMIT"
+        )
+    from huggingface_hub import HfApi
+
+    if known or revision:
+        repo = known.repo if known else TEACHERS.get(what, what)
+        source = Source(repo, revision or (known.revision if known else ""))
+    else:
+        source = newest(TEACHERS[what], directory, HfApi())
+    # A tier that has no built-in description yet is fetched and verified all the same.
+    tier_name = what if known and what in builtin_tier_names() else None
+    files = fetch(source, directory, HfApi(), tier_name)
     size = sum(file.size for file in files)
     hashed = sum(1 for file in files if file.sha256)
-    print(f"{args.directory}: {len(files)} files, {size} B of {source.repo} at {source.revision}; {hashed} by sha256")
+    print(f"{directory}: {len(files)} files, {size} B of {source.repo} at {source.revision}; {hashed} by sha256")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import printable, shown
+from edge0_runtime.contract.files import one_line, printable, unquoted
 
 DONE, WANTING, PROBLEM, FAULT = 0, 1, 2, 3
 DEBUG = "--debug"
@@ -98,7 +98,7 @@ def explained(error: BaseException) -> str | None:
         return "memory: this machine has not enough for what was asked; ask for less, or free some"
     if isinstance(error, OSError) and error.errno is not None:
         where = next((os.fsdecode(name) for name in (error.filename, error.filename2) if name), "a file")
-        return f"{shown(where)[1:-1]}: {error.strerror} ({errno.errorcode.get(error.errno, error.errno)}); {_fix(error.errno)}"
+        return f"{unquoted(where)}: {error.strerror} ({errno.errorcode.get(error.errno, error.errno)}); {_fix(error.errno)}"
     return None
 
 
@@ -128,10 +128,8 @@ def unexpected(error: BaseException) -> str:
         if any(Path(frame.filename).is_relative_to(package) for package in packages)
     ]
     where = f" at {'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else ""
-    text = shown(" ".join(str(error).split()))[1:-1]
-    return (
-        f"{type(error).__name__}{where}: {text}; run it again with {DEBUG} for the traceback, and report it with that"
-    )
+    told = f"{type(error).__name__}{where}: {one_line(error)}"
+    return f"{told}; run it again with {DEBUG} for the traceback, and report it with that"
 
 
 def _told(error: BaseException, sentence: str, code: int, debug: bool) -> int:

@@ -239,6 +239,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
+def unquoted(text: str) -> str:
+    """`shown` of a text that needs no quotes around it in a sentence: a name, a path, a word of a command line."""
+    text = ascii(text)[1:-1]
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def one_line(error: BaseException) -> str:
     """What a library's exception says, on one line; it may quote a stranger's file, so it is escaped and cut."""
     text = printable(" ".join(str(error).split()) or type(error).__name__)

@@ -6,7 +6,7 @@ import re
 
 from hydra.errors import OverrideParseException
 
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import unquoted
 from edge0_train.config.fields import nearest_setting
 
 
@@ -23,13 +23,13 @@ def hydra_sentence(error: BaseException) -> str:
 
 def unreadable(word: str, error: BaseException) -> str:
     """The sentence for a word that Hydra's grammar does not take."""
-    reason = shown(str(error).partition("\n")[0])[1:-1]
-    return f"{shown(word)[1:-1]}: cannot be read ({reason}); quote a value with special characters: 'name=\"value\"'"
+    reason = unquoted(str(error).partition("\n")[0])
+    return f"{unquoted(word)}: cannot be read ({reason}); quote a value with special characters: 'name=\"value\"'"
 
 
 def no_such_setting(name: str) -> str:
     """The sentence for a setting that nothing declares, with the one that was most likely meant."""
     return (
-        f"{shown(name)[1:-1]}: no such setting; did you mean {nearest_setting(name)}?"
+        f"{unquoted(name)}: no such setting; did you mean {nearest_setting(name)}?"
         " `python -m edge0_train settings` has all"
     )

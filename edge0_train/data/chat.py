@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import one_line, unquoted
 from edge0_runtime.contract.model_files import check_library_files, end_ids, read_generation_config
 from edge0_runtime.contract.prompts import chat_ids
 from edge0_train.data.conversations import Prompt, Refused
@@ -39,9 +39,8 @@ class Chat:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # the library raises many types, all for files that are not as they should be
-            reason = shown(" ".join(str(error).split()))[1:-1]
             raise Edge0Error(
-                f"{directory}: its tokenizer cannot be loaded ({reason}); download its files again"
+                f"{directory}: its tokenizer cannot be loaded ({one_line(error)}); download its files again"
             ) from error
         if not self.tokenizer.chat_template:
             raise Edge0Error(f"{directory}: has no chat template (chat_template.jinja); add the model's")
@@ -59,7 +58,7 @@ class Chat:
         for role in sorted({message["role"] for message in prompt.messages} - set(PLAIN_ROLES)):
             others = [message for message in prompt.messages if message["role"] != role]
             if self._unchanged(ids, others, prompt.tools):
-                raise Refused(f"role {shown(role)[1:-1]}, which the chat template has no place for")
+                raise Refused(f"role {unquoted(role)}, which the chat template has no place for")
         return ids
 
     def ignored_fields(self, prompt: Prompt) -> list[str]:
@@ -75,8 +74,7 @@ class Chat:
         try:
             return tuple(chat_ids(self.tokenizer, messages, tools=list(tools) or None))
         except Exception as error:  # a template is a program of the model's: it may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise Refused(f"the chat template refuses it ({shown(reason)[1:-1]})") from error
+            raise Refused(f"the chat template refuses it ({one_line(error)})") from error
 
     def _unchanged(
         self, ids: tuple[int, ...], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge0_runtime.contract.files import shown, strict_json
+from edge0_runtime.contract.files import strict_json, unquoted
 
 COLUMNS = ("messages", "conversations", "prompt")
 """Where a row's conversation, or its text, is looked for, in this order."""
@@ -121,7 +121,7 @@ def _content(content: Any) -> str:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else None
             raise Refused(
-                f"content with parts that are no text{f' ({shown(kind)[1:-1]})' if isinstance(kind, str) else ''}"
+                f"content with parts that are no text{f' ({unquoted(kind)})' if isinstance(kind, str) else ''}"
             )
         texts.append(text)
     return "".join(texts)

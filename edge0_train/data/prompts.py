@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.files import unquoted
 from edge0_train.data import tasks
 from edge0_train.data.conversations import COLUMNS, Prompt, Refused, read_prompt
 from edge0_train.data.sources import read_source
@@ -252,9 +252,9 @@ def _check_columns(source: str, column: str, columns: dict[str, Any]) -> None:
     wanted = (column,) if column else COLUMNS
     if not columns or columns.keys() & set(wanted):
         return
-    named = ", ".join(shown(name)[1:-1] for name in columns)
+    named = ", ".join(unquoted(name) for name in columns)
     fitting = [name for name, value in columns.items() if isinstance(value, (str, list))]
-    example = f", e.g. text.column={shown(fitting[0])[1:-1]}" if fitting else ""
+    example = f", e.g. text.column={unquoted(fitting[0])}" if fitting else ""
     raise Edge0Error(
         f"text.{'column' if column else 'prompts'}: {source} has the columns {named}, but no {' and no '.join(wanted)}; name the"
         f" one that holds a text or a list of messages{example}"

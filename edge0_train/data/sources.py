@@ -12,7 +12,7 @@ from datasets import load_dataset, load_from_disk
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import open_regular, read_bytes, read_json_lines, shown, strict_json
+from edge0_runtime.contract.files import one_line, open_regular, read_bytes, read_json_lines, strict_json
 
 LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 READ = (*LINES, ".json", ".parquet")
@@ -156,8 +156,9 @@ def _guarded(source: str, load: Any, where: str = "") -> Iterator[Row]:
     except Edge0Error:
         raise
     except Exception as error:  # datasets raises many types; all mean that the source cannot be read
-        reason = shown(" ".join(str(error).split()))[1:-1]
-        raise Edge0Error(f"text.prompts: {source!r} cannot be loaded ({reason}); give tasks, {FORMS}") from error
+        raise Edge0Error(
+            f"text.prompts: {source!r} cannot be loaded ({one_line(error)}); give tasks, {FORMS}"
+        ) from error
 
 
 def _without_nulls(value: Any) -> Any:

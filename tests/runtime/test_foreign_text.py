@@ -16,7 +16,7 @@ from edge0_runtime import loading
 from edge0_runtime.cli import main
 from edge0_runtime.contract.edge import run_command
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import printable
+from edge0_runtime.contract.files import printable, unquoted
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\r"
 INDEX = "model.safetensors.index.json"
@@ -65,6 +65,12 @@ def change(path: Path, **fields: Any) -> None:
 @pytest.fixture
 def own_dir(tiny_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_dir, tmp_path / "model"))
+
+
+def test_a_name_in_a_sentence_is_escaped_and_cut_without_quotes():
+    assert unquoted("it's") == "it's"
+    assert unquoted("a\x1b]0;b\n") == r"a\x1b]0;b\n"
+    assert unquoted("x" * 300) == "x" * 200 + "..."
 
 
 def test_inspect_shows_foreign_fields_escaped_and_cut(own_dir, capsys):

@@ -16,6 +16,7 @@ from edge0_train import cli, doctor, inputs
 from edge0_train.base.quantize_model import quantize_checkpoint
 from edge0_train.config import PHASE_NAMES, PHASES, Config, command, configure, user_tiers
 from edge0_train.inputs import CHECKS, check_chain_inputs, check_inputs, missing_inputs
+from edge0_train.synthetic import write_adapters
 from tests.scripts_by_path import load_script
 from tests.tiny_models import TEACHER
 
@@ -129,7 +130,8 @@ def other_tokenizer(directory: Path) -> Path:
         ("head_distill", "base.device=cuda", "base.device: cuda, but torch .* here; take"),
         ("head_distill", "base.directory={teacher}", "tensors|parameters|names"),
         ("head_distill", "text.rows={foreign}", "text.rows: .* another tokenizer"),
-        ("head_distill", "text.rows={broken}", r"card\.json: not strict JSON .* write the rows again: `python"),
+        ("evaluate", "text.rows={template}", "text.rows: .* another chat template"),
+        ("head_distill", "text.rows={broken}", r"card\.json: not strict JSON .* delete done.json of that run"),
         ("head_refine", "inputs.prerouter=/gone", "inputs.prerouter: /gone does not exist"),
         ("head_refine", "inputs.prerouter=''", "inputs.prerouter: empty"),
         ("on_policy", "on_policy.loss=sampled_token sample.top_p=0.5", "estimates with what the student itself would write"),
@@ -140,16 +142,23 @@ def other_tokenizer(directory: Path) -> Path:
     ],
 )  # fmt: skip
 def test_a_dry_run_fails_where_the_run_would_at_once(make_config, phase, override, message, dry, tmp_path, monkeypatch):
-    foreign, broken, only_bin = tmp_path / "foreign", tmp_path / "broken", tmp_path / "bin"
-    for directory, card in ((foreign, json.dumps({"tokenizer_sha256": "0" * 64})), (broken, "{")):
+    foreign, template, broken, only_bin = (tmp_path / name for name in ("foreign", "template", "broken", "bin"))
+    for directory, key in ((foreign, "tokenizer_sha256"), (template, "template_sha256"), (broken, "")):
         directory.mkdir()
+        card = json.dumps({"fingerprint": "0" * 64, key: "0" * 64}) if key else "{"
         (directory / "card.json").write_text(card)
     only_bin.mkdir()
     (only_bin / "config.json").write_text((TEACHER / "config.json").read_text(encoding="utf-8"))
     (only_bin / "pytorch_model.bin").write_bytes(b"x")
     other = other_tokenizer(tmp_path / "other")
     words = override.format(
-        other=other, teacher=TEACHER, foreign=foreign, broken=broken, bin=only_bin, new=tmp_path / "new"
+        other=other,
+        teacher=TEACHER,
+        foreign=foreign,
+        template=template,
+        broken=broken,
+        bin=only_bin,
+        new=tmp_path / "new",
     )
     config = make_config(phase, f"run_dir={tmp_path / 'run'}", *words.split(), f"dry_run={str(dry).lower()}")
     with pytest.raises(Edge0Error, match=message):
@@ -163,6 +172,19 @@ def test_a_dry_run_finds_a_run_directory_that_exists(make_config, tmp_path, caps
     with pytest.raises(Edge0Error, match=r"run_dir: .*run exists already; choose another run_dir or continue"):
         cli.run_phase(make_config("head_distill", f"run_dir={tmp_path / 'run'}", "dry_run=true"))
     assert "at the peak" in capsys.readouterr().out, "the plan comes first"
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_heads_and_lora_of_two_trainings_are_found_before_anything_is_loaded(make_config, tmp_path, dry):
+    config = make_config("export")
+    other = Path(shutil.copytree(config.base.directory, tmp_path / "other"))
+    write_adapters(other, config.tier, 1.0)
+    words = (f"inputs.lora={other}", f"run_dir={tmp_path / 'run'}", f"dry_run={dry}")
+    with pytest.raises(
+        Edge0Error, match=r"was trained with prerouter .*\n.*set inputs\.prerouter and inputs\.lora to files"
+    ):
+        cli.run_phase(make_config("export", *words))
+    assert missing_inputs(make_config("export", *words, f"inputs.prerouter={other}")) == []
 
 
 def test_a_base_of_another_tier_is_named_by_its_fields(make_config, tmp_path):
@@ -209,13 +231,40 @@ def test_a_chain_is_checked_to_its_end_before_it_starts(tmp_path):
         check_chain_inputs(chain(f"root={root}"))
 
 
+def test_a_chain_judges_prompts_by_as_many_rows_as_its_phases_read(tmp_path):
+    """A bad first line is not a third of the file."""
+    good = [json.dumps({"messages": [{"role": "user", "content": f"Add {n}."}]}) for n in range(60)]
+    (tmp_path / "p.jsonl").write_text("\n".join(["no JSON", *good]), encoding="utf-8")
+    words = (f"root={tmp_path / 'root'}", f"text.prompts={tmp_path / 'p.jsonl'}", "optim.steps=4", "optim.rows=2")
+    check_chain_inputs(chain(*words))
+    (tmp_path / "p.jsonl").write_text("\n".join([*["no JSON"] * 20, *good]), encoding="utf-8")
+    with pytest.raises(Edge0Error, match=r"text\.max_dropped: 20 of 80 rows"):
+        check_chain_inputs(chain(*words))
+
+
+def test_one_rank_looks_for_all(monkeypatch, tmp_path):
+    config = configure("phase=head_distill", "tier=nano", f"root={tmp_path}")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(inputs, "missing_inputs", lambda *_: pytest.fail("the second rank looks too"))
+    check_inputs(config)
+    check_chain_inputs([config])
+
+
 def test_what_is_done_already_is_not_looked_at(tmp_path, make_config):
-    config = configure("phase=quantize", "tier=nano", f"root={tmp_path}", "resume=true")
-    quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)
-    assert "exists" in missing_inputs(config)[0]
-    Path(config.run_dir).mkdir()
-    (Path(config.run_dir) / "done.json").write_text("{}")
+    config = make_config("head_distill", f"run_dir={tmp_path}", "resume=true", "text.rows=/gone")
+    assert missing_inputs(config)
+    (tmp_path / "done.json").write_text("{}")
     assert missing_inputs(config) == []
+
+
+def test_a_killed_quantize_is_continued_over_the_base_that_it_had_written(tmp_path):
+    words = ("phase=quantize", "tier=nano", f"root={tmp_path}")
+    config = configure(*words, "resume=true")
+    quantize_checkpoint(Path(config.base.source), Path(config.base.directory), config.tier)
+    with pytest.raises(Edge0Error, match=r"output directory .* exists"):
+        cli.run_phase(configure(*words))
+    cli.run_phase(config)
+    assert (Path(config.run_dir) / "done.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -261,6 +310,8 @@ def test_doctor_says_speeds_hours_and_what_is_missing(tmp_path, monkeypatch, cap
         "1. base.source: models/Ling-3.0-tiny does not exist"
     )
     assert not list(tmp_path.iterdir()), "what it wrote to measure the disk is gone"
+    doctor.doctor_command(["tier=8b", "hardware=1x24gb", "chain=[quantize]", "logger.wandb=disabled"])
+    assert "wandb: disabled" in capsys.readouterr().out
     with pytest.raises(Edge0Error, match="doctor: no tier; usage"):
         doctor.doctor_command([])
 

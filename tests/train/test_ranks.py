@@ -21,7 +21,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints
 from edge0_train.config import Config, config_directory, read_config
 from edge0_train.loop import train
-from edge0_train.run import open_run
+from edge0_train.run import join_ranks, open_run
 from edge0_train.stopping import Interrupted
 from tests.train.toy_loop import OPTIM, Toy, metrics, run_in
 
@@ -74,9 +74,10 @@ def a_config(root: Path) -> Config:
 
 def worker(directory: Path) -> None:
     """One rank."""
-    from accelerate import PartialState
-
-    rank = PartialState(cpu=True).process_index
+    rank = join_ranks("cpu").process_index
+    group: Any = torch.distributed.group.WORLD
+    patience = group._get_backend(torch.device("cpu")).options._timeout
+    (directory / f"patience-{rank}.txt").write_text(str(patience.total_seconds()))
     config, opened = a_config(directory / "opened"), "yes"
     try:
         open_run(config)
@@ -122,6 +123,13 @@ def test_ranks_share_one_run_directory(two_ranks):
     """Rank 0 alone decides whether the directory exists already; for the others it always does."""
     directory, _, errors = two_ranks
     assert [(directory / f"opened-{rank}.txt").read_text() for rank in range(2)] == ["yes", "yes"], errors
+
+
+def test_a_rank_waits_for_hours_while_another_works_alone(two_ranks):
+    """torch's own limit is 30 minutes, on GPUs 10: phase=quantize, evaluate and export of a real model take longer."""
+    directory, _, errors = two_ranks
+    waits = [float((directory / f"patience-{rank}.txt").read_text()) for rank in range(2)]
+    assert min(waits) >= 24 * 3600, errors
 
 
 def test_patience_ends_both_ranks_at_the_same_step(two_ranks):

@@ -137,7 +137,7 @@ def test_a_run_that_was_killed_before_anything_happened_begins_anew(config, resu
     """kill -9 while the teacher is loading: the corrected command must not be refused."""
     run = open_run(config)
     run.record_inputs({"base": None, "teacher": {"name": "wrong"}})
-    (run.directory / ".inputs.json.12-ab.tmp").write_text("{")
+    (run.directory / ".inputs.json.12-0123abcd.tmp").write_text("{")
     corrected = dataclasses.replace(config, resume=resume, seed=9)
     with open_run(corrected) as run:
         run.record_inputs({"base": None, "teacher": {"name": "right"}})
