@@ -154,7 +154,8 @@ def read_card(directory: str | Path) -> dict[str, Any]:
     """The data card of a teacher_text directory. Raises Edge0Error when it is missing or damaged."""
     path = Path(directory) / "card.json"
     if not path.is_file():
-        raise Edge0Error(f"text.rows: {directory} has no card.json; run phase=teacher_text again")
+        fix = AGAIN if path.parent.is_dir() else "run phase=teacher_text first, or set text.rows to its directory"
+        raise Edge0Error(f"text.rows: {directory} has no card.json; {fix}")
     card = read_json(path, FIX)
     hashes = ("fingerprint", "tokenizer_sha256", "template_sha256")
     wrong = [

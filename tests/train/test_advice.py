@@ -47,7 +47,7 @@ def test_damaged_text_is_written_again_from_its_shards(written, name, content):
     file.unlink() if content is None else file.write_text(content)
     with pytest.raises(Edge0Error) as error:
         read_data(directory, 64)
-    assert str(directory) in str(error.value) and "\n" not in str(error.value)
+    assert str(directory) in str(error.value) and len(str(error.value)) < 1000
     if name != "held_out.jsonl":
         assert "delete done.json of that run and continue it with resume=true" in str(error.value)
     if "delete the file" in str(error.value):

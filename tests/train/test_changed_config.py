@@ -48,7 +48,9 @@ def test_training_on_refuses_it_by_name_and_offers_no_flag_that_it_lacks(edited)
 
 def test_a_resumed_run_names_it(make_config, edited):
     same = make_config("student_sft", f"run_dir={edited.run_dir}")
-    open_run(same).record_inputs(input_identity(same))
+    run = open_run(same)
+    run.record_inputs(input_identity(same))
+    run.log(1, {"loss": 1.0})  # a directory in which nothing has happened would begin anew
     with pytest.raises(Edge0Error, match=r"base\.config\.rope_parameters\.rope_theta: was 10000\.0, is 100000\.0"):
         open_run(make_config("student_sft", f"run_dir={edited.run_dir}", "resume=true")).record_inputs(
             input_identity(edited)

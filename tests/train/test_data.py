@@ -63,7 +63,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
     write_rows(tmp_path / "rows.jsonl", [TextRow((1, 383), (2,), "stop")])
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(Edge0Error, match=r"rows\.jsonl, line 2: .*; write it with phase=teacher_text") as error:
+    with pytest.raises(Edge0Error, match=r"rows\.jsonl, line 2: .*continue it with resume=true") as error:
         read_rows(tmp_path / "rows.jsonl", 384)
     assert "\n" not in str(error.value)
 
@@ -101,7 +101,7 @@ def test_a_damaged_card_is_named(tmp_path, field, value):
 def test_a_card_that_is_no_card_is_named(tmp_path, text):
     write_data(tmp_path, [row(2, 3)], [row(4, 4)], {})
     (tmp_path / "card.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(Edge0Error, match=r"card\.json: .*write it with phase=teacher_text|card\.json: damaged"):
+    with pytest.raises(Edge0Error, match=r"card\.json: .*continue it with resume=true|card\.json: damaged"):
         read_data(tmp_path, 64)
 
 

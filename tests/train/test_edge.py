@@ -113,7 +113,9 @@ def test_an_unknown_setting_is_told_the_one_that_was_meant(wrong, right):
 
 
 def test_hydras_own_advice_is_not_passed_on():
-    with pytest.raises(Edge0Error, match=r"nothing\.like\.it: no such setting; .*`python -m edge0_train settings` has all$"):
+    with pytest.raises(
+        Edge0Error, match=r"nothing\.like\.it: no such setting; .*`python -m edge0_train settings` has all$"
+    ):
         configure("nothing.like.it=1")
     assert hydra_sentence(ValueError("some\nother  text")) == "some other text"
 

@@ -36,6 +36,8 @@ def sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
         return {"loss": 10 * config.optim.lr, "steps": 3, "recall": {"heads": config.optim.rows}, "kept": True}
 
     monkeypatch.setattr("edge0_train.phases.phase_function", lambda name: phase)
+    for looks in ("check_inputs", "check_chain_inputs"):  # there is no base
+        monkeypatch.setattr(f"edge0_train.inputs.{looks}", lambda config: None)
 
     def run(*arguments: str) -> tuple[object, str, str]:
         overrides = ("phase=student_sft", f"root={tmp_path / 'root'}", "logger.wandb=disabled", *arguments)

@@ -7,9 +7,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,7 @@ class FakeVllm:
     finish_reason: str = "stop"
     leaves_end_in: bool = True
     repeat: int | None = None
+    __spec__: ClassVar[ModuleSpec] = ModuleSpec("vllm", None)
 
     def __post_init__(self) -> None:
         self.engines: list[dict[str, Any]] = []
