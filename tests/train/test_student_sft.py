@@ -70,7 +70,7 @@ def test_the_run_directory_says_what_went_in_and_what_came_out(sft_config):
         "config": info.identity.config,
     }  # fmt: skip
     assert inputs["text"] == {"fingerprint": read_card(config.text.rows)["fingerprint"], "teacher": None}
-    assert inputs["prerouter"] == sha256_file(input_path(config, "prerouter")) and inputs["lora"] is None
+    assert inputs["prerouter_sha256"] == sha256_file(input_path(config, "prerouter")) and inputs["lora_sha256"] is None
     samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     data, _ = read_data(config.text.rows, config.text.max_length)
     assert len(samples) == 8 and [s["answer"] for s in samples] == [row.answer for row in data.held_out[:8]]

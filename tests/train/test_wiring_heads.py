@@ -91,7 +91,7 @@ def test_recall_and_perplexity_are_of_held_out_rows(chain: Chain, phase: str) ->
     found = ran.summary["perplexity"]
     assert found["native"] == pytest.approx(math.exp(native.mean_loss(rows)), rel=1e-3)
     assert found["committed"] == pytest.approx(math.exp(Plain(ran.config, end).mean_loss(rows)), rel=1e-2)
-    assert found["committed"] > 1.1 * found["native"]
+    assert found["committed"] != pytest.approx(found["native"], rel=2e-2), "else neither could be told from the other"
 
 
 @pytest.mark.parametrize("phase", ["head_distill", "head_refine"])

@@ -31,7 +31,8 @@ TOP_K = 8
 
 @pytest.fixture(scope="module")
 def chain(make_config: Make, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    return Chain(make_config, tmp_path_factory.mktemp("wiring"))
+    """At RATE, two steps of SFT change no word that is written."""
+    return Chain(make_config, tmp_path_factory.mktemp("wiring"), student_sft=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -177,5 +178,5 @@ def test_temperature_and_top_p_shape_what_is_written(chain: Chain, monkeypatch: 
     monkeypatch.setattr(PathWriter, "__call__", watched)
     greedy = written("greedy")
     assert written("narrow", "sample.temperature=5", "sample.top_p=1e-9") == greedy
-    assert written("cold", "sample.temperature=1e-4") == greedy
+    assert written("cold", "sample.temperature=1e-2") == greedy
     assert written("wide", "sample.temperature=5") != greedy

@@ -78,9 +78,13 @@ class Ran:
 
 
 class Chain:
-    """Phases below one root, each run once, those before it first; text rows are the tasks' own solutions."""
+    """Phases below one root, each run once, those before it first; text rows are the tasks' own solutions.
 
-    def __init__(self, make_config: Make, root: Path) -> None:
+    `rates`: learning rates of phases that are not RATE.
+    """
+
+    def __init__(self, make_config: Make, root: Path, **rates: float) -> None:
+        self.rates = {"on_policy": ON_POLICY_RATE, **rates}
         self.root, self.base = root, make_config("head_distill").base.directory
         self.train, self.held_out = short_rows("train", 8), short_rows("eval", 3)
         (root / "text").mkdir()
@@ -90,7 +94,7 @@ class Chain:
 
     def config(self, phase: str, *overrides: str) -> Config:
         where = (f"root={self.root}", f"base.directory={self.base}", f"text.rows={self.root / 'text'}")
-        own = (f"optim.lr={ON_POLICY_RATE}",) if phase == "on_policy" else ()
+        own = (f"optim.lr={self.rates[phase]}",) if phase in self.rates else ()
         return configure(f"phase={phase}", *where, *SETTINGS, *own, *overrides)
 
     def run(self, phase: str, *overrides: str) -> Ran:
