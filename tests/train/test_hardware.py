@@ -13,8 +13,7 @@ from edge0_train.config.hardware import read_hardware
 from edge0_train.data.counts import Rows
 from edge0_train.fit import describe_fit, shortfalls, with_settings, would_fit
 from edge0_train.machine import Limits, limits
-from edge0_train.memory import GIB, Need, phase_need
-from edge0_train.student import StudentPath
+from edge0_train.memory import GIB, Need, Sketches, phase_need
 
 MACHINES = sorted(file.stem for file in (config_directory() / "hardware").glob("*.yaml"))
 TEACHER, PROMPTS = "teacher.directory=/models/teacher", "text.prompts=tasks"
@@ -28,7 +27,7 @@ def planned(phase: str, tier: str, *overrides: str) -> tuple[Config, Rows, Need]
 
 
 @functools.cache
-def sketches(tier: str, lora: bool, bare: bool) -> dict[str, StudentPath]:
+def sketches(tier: str, lora: bool, bare: bool) -> Sketches:
     return {}
 
 
