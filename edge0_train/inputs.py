@@ -64,9 +64,7 @@ def missing_inputs(config: Config, made: Collection[str] = ()) -> list[str]:
     if _is_done(config):
         return []
     wanted = [name for name in PHASES[config.phase].reads if name not in made]
-    checks = [CHECKS[name] for name in wanted]
-    if {"base", "text"} & {*wanted}:
-        checks.insert(0, _origin)
+    checks = [_origin(*wanted), *(CHECKS[name] for name in wanted)]
     checks += [_binding(*(kind for kind in KINDS if kind in wanted)), _memory, _disk]
     return [*dict.fromkeys(problem for check in checks for problem in _told(check, config))]
 
@@ -129,19 +127,21 @@ def _loss(config: Config) -> Iterator[str]:
         )
 
 
-def _teacher_directory(config: Config) -> str:
-    """Where the teacher is, or is to be."""
-    return config.teacher.directory or f"models/{config.tier.model}"
+def _origin(*wanted: str) -> Check:
+    """Base and text are made from the teacher: where they are wanted and there is none, fetching that comes first."""
 
+    def check(config: Config) -> Iterator[str]:
+        teacher = config.teacher.directory or f"models/{config.tier.model}"
+        made_from = {
+            "base": (config.base.directory, config.base.source or teacher),
+            "text": (config.text.rows, teacher),
+        }
+        origins = [origin for name, (made, origin) in made_from.items() if name in wanted and not Path(made).exists()]
+        for origin in origins if "teacher" not in PHASES[config.phase].reads else ():
+            if not Path(origin).is_dir():
+                yield f"the teacher: {origin} does not exist; {fetch_teacher(config.tier, origin)}"
 
-def _origin(config: Config) -> Iterator[str]:
-    """Base and text are made from the teacher: without it, fetching that comes first."""
-    gone = not Path(config.base.directory).exists() or (
-        "text" in PHASES[config.phase].reads and not Path(config.text.rows).exists()
-    )
-    directory = _teacher_directory(config)
-    if gone and not Path(directory).is_dir() and "teacher" not in PHASES[config.phase].reads:
-        yield f"the teacher: {directory} does not exist; {fetch_teacher(config.tier, directory)}"
+    return check
 
 
 def _teacher(config: Config) -> Iterator[str]:

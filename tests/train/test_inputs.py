@@ -242,6 +242,15 @@ def test_a_chain_judges_prompts_by_as_many_rows_as_its_phases_read(tmp_path):
         check_chain_inputs(chain(*words))
 
 
+def test_a_chain_asks_for_the_teacher_of_nothing_that_it_makes_or_finds(make_config, tmp_path):
+    """Rows are there, and the base will be made from base.source: teacher.directory is nobody's."""
+    rows = f"text.rows={make_config('export').text.rows}"
+    words = ("tier=nano", f"root={tmp_path}", f"base.source={TEACHER}", "teacher.directory=/gone", rows)
+    check_chain_inputs([configure(f"phase={phase}", *words) for phase in ("quantize", "head_distill")])
+    (problem,) = missing_inputs(configure("phase=head_distill", *words))
+    assert problem.startswith("base.directory: ")
+
+
 def test_one_rank_looks_for_all(monkeypatch, tmp_path):
     config = configure("phase=head_distill", "tier=nano", f"root={tmp_path}")
     monkeypatch.setenv("RANK", "1")
