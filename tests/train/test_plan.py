@@ -16,6 +16,7 @@ from edge0_train.adapters import input_path
 from edge0_train.build import build_student, sketch_student
 from edge0_train.cli import run_chain
 from edge0_train.config import PHASE_NAMES, config_directory, configure
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import read_data
 from edge0_train.memory import phase_need
 from edge0_train.objectives import lora_parameters
@@ -23,7 +24,7 @@ from edge0_train.phases.evaluate import evaluate
 from edge0_train.phases.export import export
 from edge0_train.phases.head_distill import head_distill
 from edge0_train.phases.student_sft import _plan, student_sft
-from edge0_train.plan import Rows, lora_modules
+from edge0_train.plan import lora_modules
 from edge0_train.run import Run
 from tests.train.conftest import task_rows
 
