@@ -32,6 +32,7 @@ from edge0_train.fit import with_settings, would_fit
 from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.machine import disk_free, limits
 from edge0_train.memory import GIB, phase_need
+from edge0_train.run import is_unused
 from edge0_train.teacher import check_teacher
 
 FILES = (".jsonl", ".json", ".gz", ".parquet")
@@ -334,7 +335,8 @@ def _disk(config: Config) -> Iterator[str]:
 
 def _run_directory(config: Config) -> Iterator[str]:
     directory = Path(config.run_dir)
-    if not config.resume and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    unused = (directory / "lock").exists() and is_unused(directory)  # of a process killed before anything happened
+    if not config.resume and not unused and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         yield f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
 
 

@@ -16,6 +16,7 @@ from edge0_train import cli, doctor, inputs
 from edge0_train.base.quantize_model import quantize_checkpoint
 from edge0_train.config import PHASE_NAMES, PHASES, Config, command, configure, user_tiers
 from edge0_train.inputs import CHECKS, check_chain_inputs, check_inputs, missing_inputs
+from edge0_train.run import open_run
 from edge0_train.synthetic import write_adapters
 from tests.scripts_by_path import load_script
 from tests.tiny_models import TEACHER
@@ -185,6 +186,17 @@ def test_heads_and_lora_of_two_trainings_are_found_before_anything_is_loaded(mak
     ):
         cli.run_phase(make_config("export", *words))
     assert missing_inputs(make_config("export", *words, f"inputs.prerouter={other}")) == []
+
+
+def test_a_run_directory_in_which_nothing_has_happened_is_free(make_config, tmp_path):
+    """Of a process that was killed while its model was loading; as a run itself takes it."""
+    config = make_config("head_distill", f"run_dir={tmp_path / 'run'}")
+    run = open_run(config)
+    assert any(run.directory.iterdir())
+    check_chain_inputs([config])
+    run.log(1, {"loss": 1.0})
+    with pytest.raises(Edge0Error, match="exists already"):
+        check_chain_inputs([config])
 
 
 def test_a_base_of_another_tier_is_named_by_its_fields(make_config, tmp_path):
