@@ -30,7 +30,7 @@ from edge0_train.data.prompts import Prompts, load_prompts
 from edge0_train.data.rows import read_card
 from edge0_train.fit import with_settings, would_fit
 from edge0_train.losses import ON_POLICY_LOSSES
-from edge0_train.machine import disk_free, limits
+from edge0_train.machine import disk_free, gpus, has_gpu, limits
 from edge0_train.memory import GIB, phase_need
 from edge0_train.run import is_unused
 from edge0_train.teacher import check_teacher
@@ -100,18 +100,16 @@ def _elsewhere(config: Config) -> bool:
 
 def _device(config: Config) -> Iterator[str]:
     name = config.base.device
-    if name == "cpu" or _elsewhere(config):
+    if name == "cpu" or _elsewhere(config) or has_gpu(name):
         return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(name.partition(":")[2] or 0)
-    if not count:
+    if not gpus():
         why = "was built without CUDA" if torch.version.cuda is None else "finds no GPU"
         yield (
             f"base.device: {name}, but torch {torch.__version__} {why} here;"
             " take a machine with a GPU, or base.device=cpu base.dtype=float32"
         )
-    elif index >= count:
-        yield f"base.device: {name}, but there are {count} GPUs; take base.device=cuda:{count - 1}"
+    else:
+        yield f"base.device: {name}, but the last GPU here is cuda:{gpus() - 1}; take base.device=cuda:{gpus() - 1}"
 
 
 def _writer(config: Config) -> Iterator[str]:
