@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,13 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
         if config.base.gradient_checkpointing:
             checkpoint_layers(model)
     return Student(StudentPath(model, config.tier, heads), Chat(config.base.directory), base, heads_file, lora_file)
+
+
+def in_float32(config: Config) -> Config:
+    """What phase=export computes with, whatever `base.dtype` trained in: where that is another, the base stays packed."""
+    if config.base.dtype == "float32":
+        return config
+    return dataclasses.replace(config, base=dataclasses.replace(config.base, dtype="float32", storage="packed"))
 
 
 def load_heads(adapter: Adapter, device: torch.device | str) -> PrerouterHeads:

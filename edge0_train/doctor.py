@@ -29,7 +29,7 @@ from edge0_train.data.counts import Rows
 from edge0_train.environment import PACKAGES, package_version
 from edge0_train.fit import shortfalls
 from edge0_train.inputs import missing_inputs
-from edge0_train.machine import device_name, disk_free, limits
+from edge0_train.machine import device_name, disk_free, has_gpu, limits
 from edge0_train.memory import GIB, phase_need
 from edge0_train.report import table
 from edge0_train.tracking import wandb_mode
@@ -73,7 +73,7 @@ def doctor(overrides: Sequence[str], config_dir: str | None = None) -> str:
     config = configs[0]
     at_hand = limits(config)
     torch.set_num_threads(config.threads)
-    here = config.base.device if config.base.device == "cpu" or torch.cuda.is_available() else "cpu"
+    here = config.base.device if has_gpu(config.base.device) else "cpu"
     speeds = measure(config, here)
     lines = [
         f"python {platform.python_version()}, {platform.system()} {platform.machine()}",

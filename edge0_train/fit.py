@@ -9,8 +9,7 @@ from typing import Any
 from edge0_train.config import PHASES, Config
 from edge0_train.data.counts import Rows
 from edge0_train.machine import SHARE, Limits, limits
-from edge0_train.memory import GIB, Need, phase_need
-from edge0_train.student import StudentPath
+from edge0_train.memory import GIB, Need, Sketches, phase_need
 
 
 def shortfalls(config: Config, need: Need, at_hand: Limits) -> list[str]:
@@ -53,7 +52,7 @@ def describe_fit(config: Config, rows: Rows, need: Need) -> str:
 
 def would_fit(config: Config, rows: Rows) -> list[str] | None:
     """The fewest changes of memory settings with which the phase fits, as on the command line; None: there are none."""
-    at_hand, sketches = limits(config), dict[str, StudentPath]()
+    at_hand, sketches = limits(config), Sketches()
 
     def fits(changes: Mapping[str, Any]) -> bool:
         changed = with_settings(config, changes)

@@ -30,8 +30,9 @@ from edge0_train.data.prompts import Prompts, load_prompts
 from edge0_train.data.rows import read_card
 from edge0_train.fit import with_settings, would_fit
 from edge0_train.losses import ON_POLICY_LOSSES
-from edge0_train.machine import disk_free, limits
+from edge0_train.machine import disk_free, gpus, has_gpu, limits
 from edge0_train.memory import GIB, phase_need
+from edge0_train.run import is_unused
 from edge0_train.teacher import check_teacher
 
 FILES = (".jsonl", ".json", ".gz", ".parquet")
@@ -64,9 +65,7 @@ def missing_inputs(config: Config, made: Collection[str] = ()) -> list[str]:
     if _is_done(config):
         return []
     wanted = [name for name in PHASES[config.phase].reads if name not in made]
-    checks = [CHECKS[name] for name in wanted]
-    if {"base", "text"} & {*wanted}:
-        checks.insert(0, _origin)
+    checks = [_origin(*wanted), *(CHECKS[name] for name in wanted)]
     checks += [_binding(*(kind for kind in KINDS if kind in wanted)), _memory, _disk]
     return [*dict.fromkeys(problem for check in checks for problem in _told(check, config))]
 
@@ -101,18 +100,16 @@ def _elsewhere(config: Config) -> bool:
 
 def _device(config: Config) -> Iterator[str]:
     name = config.base.device
-    if name == "cpu" or _elsewhere(config):
+    if name == "cpu" or _elsewhere(config) or has_gpu(name):
         return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(name.partition(":")[2] or 0)
-    if not count:
+    if not gpus():
         why = "was built without CUDA" if torch.version.cuda is None else "finds no GPU"
         yield (
             f"base.device: {name}, but torch {torch.__version__} {why} here;"
             " take a machine with a GPU, or base.device=cpu base.dtype=float32"
         )
-    elif index >= count:
-        yield f"base.device: {name}, but there are {count} GPUs; take base.device=cuda:{count - 1}"
+    else:
+        yield f"base.device: {name}, but the last GPU here is cuda:{gpus() - 1}; take base.device=cuda:{gpus() - 1}"
 
 
 def _writer(config: Config) -> Iterator[str]:
@@ -129,19 +126,21 @@ def _loss(config: Config) -> Iterator[str]:
         )
 
 
-def _teacher_directory(config: Config) -> str:
-    """Where the teacher is, or is to be."""
-    return config.teacher.directory or f"models/{config.tier.model}"
+def _origin(*wanted: str) -> Check:
+    """Base and text are made from the teacher: where they are wanted and there is none, fetching that comes first."""
 
+    def check(config: Config) -> Iterator[str]:
+        teacher = config.teacher.directory or f"models/{config.tier.model}"
+        made_from = {
+            "base": (config.base.directory, config.base.source or teacher),
+            "text": (config.text.rows, teacher),
+        }
+        origins = [origin for name, (made, origin) in made_from.items() if name in wanted and not Path(made).exists()]
+        for origin in origins if "teacher" not in PHASES[config.phase].reads else ():
+            if not Path(origin).is_dir():
+                yield f"the teacher: {origin} does not exist; {fetch_teacher(config.tier, origin)}"
 
-def _origin(config: Config) -> Iterator[str]:
-    """Base and text are made from the teacher: without it, fetching that comes first."""
-    gone = not Path(config.base.directory).exists() or (
-        "text" in PHASES[config.phase].reads and not Path(config.text.rows).exists()
-    )
-    directory = _teacher_directory(config)
-    if gone and not Path(directory).is_dir() and "teacher" not in PHASES[config.phase].reads:
-        yield f"the teacher: {directory} does not exist; {fetch_teacher(config.tier, directory)}"
+    return check
 
 
 def _teacher(config: Config) -> Iterator[str]:
@@ -334,7 +333,8 @@ def _disk(config: Config) -> Iterator[str]:
 
 def _run_directory(config: Config) -> Iterator[str]:
     directory = Path(config.run_dir)
-    if not config.resume and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    unused = (directory / "lock").exists() and is_unused(directory)  # of a process killed before anything happened
+    if not config.resume and not unused and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         yield f"run_dir: {directory} exists already; choose another run_dir or continue it with resume=true"
 
 

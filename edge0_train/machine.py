@@ -44,16 +44,26 @@ def limits(config: Config) -> Limits:
     return Limits(told.name or "this machine", processes, device, free, host)
 
 
+def gpus() -> int:
+    """How many there are."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def has_gpu(device: str) -> bool:
+    """Whether `base.device` is a GPU that is here; False for a CPU."""
+    return device != "cpu" and int(device.partition(":")[2] or 0) < gpus()
+
+
 def device_memory(device: str) -> tuple[int | None, int]:
-    """(free, total) bytes of a CUDA device; (None, 0) where there is none, or for a CPU."""
-    if device == "cpu" or not torch.cuda.is_available():
+    """(free, total) bytes of a CUDA device; (None, 0) where it is not here, or for a CPU."""
+    if not has_gpu(device):
         return None, 0
     return torch.cuda.mem_get_info(device)
 
 
 def device_name(device: str) -> str:
     """A device for people: the GPU's name, or the number of cores."""
-    if device != "cpu" and torch.cuda.is_available():
+    if has_gpu(device):
         return str(torch.cuda.get_device_name(device))
     return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from edge0_train.base.packed import unpacked_numel
-from edge0_train.build import sketch_student
+from edge0_train.build import in_float32, sketch_student
 from edge0_train.config import PHASES, Config
 from edge0_train.data.counts import Rows
 from edge0_train.losses import CHUNK
@@ -27,6 +27,8 @@ from edge0_train.student import StudentPath
 
 Parts = dict[str, int]
 """{what, with its formula: bytes}"""
+Sketches = dict[tuple[str, str], StudentPath]
+"""{(base.storage, base.dtype): sketch}"""
 TRAINABLE_BYTES = 16
 """A float32 value, its gradient, and AdamW's two moments."""
 TOKEN_BYTES = 36
@@ -60,18 +62,20 @@ class Need:
         return "\n".join([*lines, *(f"{size / GIB:8.3f} GiB {name}" for name, size in self.host.items())])
 
 
-def phase_need(config: Config, rows: Rows, sketches: dict[str, StudentPath] | None = None) -> Need:
+def phase_need(config: Config, rows: Rows, sketches: Sketches | None = None) -> Need:
     """What a phase needs that trains on such rows; its modules are sketched from a config.json, no weights are read.
 
     Args:
-        sketches: {base.storage: sketch}, kept from call to call of the same tier and phase.
+        sketches: kept from call to call of the same tier and phase.
     """
     sketches = {} if sketches is None else sketches
-    path = sketches.get(config.base.storage)
+    config = in_float32(config) if config.phase == "export" else config
+    held = (config.base.storage, config.base.dtype)
+    path = sketches.get(held)
     if path is None:
         lora = config.phase in ("student_sft", "on_policy", "evaluate", "export")
         path = sketch_student(config, lora=lora, heads=config.phase not in ("quantize", "teacher_text"))
-        sketches[config.base.storage] = path
+        sketches[held] = path
     sizes = Sizes(config, path, rows)
     stages = STAGES[config.phase](sizes)
     at = max(stages, key=lambda name: sum(stages[name].values()))

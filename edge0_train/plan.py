@@ -17,7 +17,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_train.base import transformers_module
 from edge0_train.base.packed import unpacked_numel
 from edge0_train.config import Config, Optim
-from edge0_train.data.counts import Rows as Rows  # phases import it from here
+from edge0_train.data.counts import Rows
 from edge0_train.fit import describe_fit
 from edge0_train.memory import phase_need
 from edge0_train.student import PrerouterHeads, StudentPath

@@ -70,7 +70,8 @@ def heard_anywhere(number: int) -> int:
     Args:
         number: the signal that this rank has noted, or 0.
     """
-    return max(gather_object([number]))
+    heard: int = max(gather_object([number]))
+    return heard
 
 
 def leave(heard: int, finished: str) -> None:

@@ -153,9 +153,10 @@ def identify_teacher(directory: str) -> Teacher:
 
 
 def build_teacher(config: Config) -> StudentPath:
-    """The teacher, native at its published K, with the vocabulary of the tier; `check_teacher` has been asked.
+    """The teacher, native at its published K, with the vocabulary of the tier.
 
-    Raises Edge0Error naming its weights that are not finite: a NaN there would show as text, or as a loss, much later.
+    Raises Edge0Error as `check_teacher`, and naming its weights that are not finite: a NaN there would show as text, or as a
+    loss, much later.
     """
     check_teacher(config)
     model: PreTrainedModel = load_teacher(

@@ -10,7 +10,6 @@ Expected on nano (2.4 s): `model/`, which `python -m edge0_runtime verify` finds
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from edge0_runtime.contract.files import atomic_replace, raise_problems
 from edge0_runtime.contract.public_runtime import upstream_base_problems, upstream_problems
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace, write_trace
 from edge0_train.adapters import describe_inputs, input_path, read_input
-from edge0_train.build import Student, build_student
+from edge0_train.build import Student, build_student, in_float32
 from edge0_train.config import Config
 from edge0_train.data.counts import Rows
 from edge0_train.data.rows import text_of
@@ -58,7 +57,7 @@ def export(config: Config, run: Run) -> dict[str, Any]:
     missing = [f"inputs.{kind}" for kind, adapter in adapters.items() if adapter is None]
     if missing:
         raise Edge0Error(f"{', '.join(missing)}: empty; an export needs both adapters: name the run directories")
-    exact = _in_float32(config)
+    exact = in_float32(config)
     student = build_student(exact, prerouter=input_path(config, "prerouter"), lora=input_path(config, "lora"))
     trace = reference_trace(exact, student)
     _place_base(Path(config.base.directory), target, student.base.identity)
@@ -80,12 +79,6 @@ def export(config: Config, run: Run) -> dict[str, Any]:
         print(f"  {name}: {verdict}")
     print(f"exported to {target}")
     return {"directory": str(target), "sha256": {k: a.sha256 for k, a in adapters.items() if a}, "upstream": problems}
-
-
-def _in_float32(config: Config) -> Config:
-    if config.base.dtype == "float32":
-        return config
-    return dataclasses.replace(config, base=dataclasses.replace(config.base, dtype="float32", storage="packed"))
 
 
 def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:

@@ -20,11 +20,12 @@ import torch
 from edge0_train.adapters import write_output
 from edge0_train.build import build_student, check_text, sketch_student, warm_heads
 from edge0_train.config import Config
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import text_of
 from edge0_train.measure.head_report import train_heads
 from edge0_train.objectives.heads import head_objective
 from edge0_train.objectives.passes import native_pass
-from edge0_train.plan import Rows, head_plan
+from edge0_train.plan import head_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 

@@ -26,6 +26,7 @@ from edge0_train.adapters import describe_inputs, hash_files, input_path, write_
 from edge0_train.build import build_student, sketch_student
 from edge0_train.config import Config
 from edge0_train.data.complete import PathWriter
+from edge0_train.data.counts import Rows
 from edge0_train.data.health import RowHealth, check_rows
 from edge0_train.data.prompts import Prompts
 from edge0_train.data.rows import TextRow, read_rows
@@ -34,7 +35,7 @@ from edge0_train.loop import train
 from edge0_train.objectives.on_policy import on_policy_objective
 from edge0_train.objectives.scoring import Scored, Scorer, score
 from edge0_train.objectives.student import describe_predictability, lora_parameters
-from edge0_train.plan import Rows, training_plan
+from edge0_train.plan import training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.student import StudentPath, lora_tensors

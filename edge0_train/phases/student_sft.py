@@ -19,6 +19,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import input_path, write_output
 from edge0_train.build import build_student, check_text, sketch_student
 from edge0_train.config import Config
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import text_of
 from edge0_train.data.writing import SAMPLES
 from edge0_train.loop import train
@@ -30,7 +31,7 @@ from edge0_train.objectives.student import (
     lora_parameters,
     student_objective,
 )
-from edge0_train.plan import Rows, training_plan
+from edge0_train.plan import training_plan
 from edge0_train.report import print_plan
 from edge0_train.run import Run
 from edge0_train.student import StudentPath, lora_tensors

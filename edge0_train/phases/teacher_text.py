@@ -53,6 +53,7 @@ def teacher_text(config: Config, run: Run) -> dict[str, Any]:
         return {}
     is_main = PartialState().is_main_process
     chat = Chat(directory)
+    writer = _writer(config, chat)  # before the teacher's tens of GB are hashed: what fails, fails early
     card: dict[str, Any] = {
         "teacher": asdict(identify_teacher(directory)) if is_main else None,
         "tokenizer_sha256": hash_tokenizer(directory),
@@ -61,7 +62,6 @@ def teacher_text(config: Config, run: Run) -> dict[str, Any]:
         "duplicate_rows": {},
         "health": {},
     }
-    writer = _writer(config, chat)
     sides: dict[str, list[TextRow]] = {}
     for name, side in (("held_out", prompts.held_out), ("train", prompts.train)):  # the short one first: it fails early
         rows = write_shards(config, run.directory / "shards", writer, chat, side, name)

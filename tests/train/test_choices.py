@@ -17,8 +17,7 @@ from edge0_train.config.command import quoted
 from edge0_train.data.counts import Rows
 from edge0_train.fit import shortfalls
 from edge0_train.machine import limits
-from edge0_train.memory import phase_need
-from edge0_train.student import StudentPath
+from edge0_train.memory import Sketches, phase_need
 
 
 def error_of(*overrides: str) -> str:
@@ -139,7 +138,7 @@ TYPES = {name: str(field.type) for name, field in [
 ]}  # fmt: skip
 
 
-SKETCHES: dict[str, dict[str, StudentPath]] = defaultdict(dict)
+SKETCHES: dict[str, Sketches] = defaultdict(dict)
 """Shapes do not depend on settings of memory, which are what is drawn here."""
 
 

@@ -12,9 +12,9 @@ from edge0_train.config import PHASE_NAMES, Config, config_directory, configure
 from edge0_train.config.hardware import read_hardware
 from edge0_train.data.counts import Rows
 from edge0_train.fit import describe_fit, shortfalls, with_settings, would_fit
-from edge0_train.machine import Limits, limits
-from edge0_train.memory import GIB, Need, phase_need
-from edge0_train.student import StudentPath
+from edge0_train.inputs import missing_inputs
+from edge0_train.machine import Limits, device_name, limits
+from edge0_train.memory import GIB, Need, Sketches, phase_need
 
 MACHINES = sorted(file.stem for file in (config_directory() / "hardware").glob("*.yaml"))
 TEACHER, PROMPTS = "teacher.directory=/models/teacher", "text.prompts=tasks"
@@ -28,7 +28,7 @@ def planned(phase: str, tier: str, *overrides: str) -> tuple[Config, Rows, Need]
 
 
 @functools.cache
-def sketches(tier: str, lora: bool, bare: bool) -> dict[str, StudentPath]:
+def sketches(tier: str, lora: bool, bare: bool) -> Sketches:
     return {}
 
 
@@ -143,3 +143,20 @@ def test_the_parts_follow_from_shapes():
     parts = dict(zip(("teacher", "cache"), need.device.values(), strict=False))
     assert parts["cache"] == 5 * (32 + 44) * 2 * (2 * 1 * 64) * 4, "8 layers, every fourth with one head of 64"
     assert need.weights == parts["teacher"] and need.at == "generation"
+
+
+def test_a_gpu_that_is_not_here_is_said_in_a_sentence(monkeypatch):
+    """torch itself raises for the memory, or the name, of a device beyond the last."""
+
+    def ask(device: str) -> tuple[int, int]:
+        if device not in ("cuda", "cuda:0"):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return 79 * GIB, 80 * GIB
+
+    for name, value in (("is_available", lambda: True), ("device_count", lambda: 1), ("mem_get_info", ask)):
+        monkeypatch.setattr(f"torch.cuda.{name}", value)
+    found = {device: planned("head_distill", "nano", f"base.device={device}")[0] for device in ("cuda", "cuda:3")}
+    assert limits(found["cuda"]).device == 80 * GIB
+    told = [[p for p in missing_inputs(config) if p.startswith("base.device")] for config in found.values()]
+    assert told == [[], ["base.device: cuda:3, but the last GPU here is cuda:0; take base.device=cuda:0"]]
+    assert device_name("cuda:3").startswith("CPU")

@@ -16,6 +16,7 @@ from edge0_train import cli, doctor, inputs
 from edge0_train.base.quantize_model import quantize_checkpoint
 from edge0_train.config import PHASE_NAMES, PHASES, Config, command, configure, user_tiers
 from edge0_train.inputs import CHECKS, check_chain_inputs, check_inputs, missing_inputs
+from edge0_train.run import open_run
 from edge0_train.synthetic import write_adapters
 from tests.scripts_by_path import load_script
 from tests.tiny_models import TEACHER
@@ -187,6 +188,17 @@ def test_heads_and_lora_of_two_trainings_are_found_before_anything_is_loaded(mak
     assert missing_inputs(make_config("export", *words, f"inputs.prerouter={other}")) == []
 
 
+def test_a_run_directory_in_which_nothing_has_happened_is_free(make_config, tmp_path):
+    """Of a process that was killed while its model was loading; as a run itself takes it."""
+    config = make_config("head_distill", f"run_dir={tmp_path / 'run'}")
+    run = open_run(config)
+    assert any(run.directory.iterdir())
+    check_chain_inputs([config])
+    run.log(1, {"loss": 1.0})
+    with pytest.raises(Edge0Error, match="exists already"):
+        check_chain_inputs([config])
+
+
 def test_a_base_of_another_tier_is_named_by_its_fields(make_config, tmp_path):
     config = make_config("head_distill", "tier=nano-ling", f"text.rows={tmp_path}")
     assert any("not the base of tier nano-ling" in problem for problem in missing_inputs(config))
@@ -240,6 +252,15 @@ def test_a_chain_judges_prompts_by_as_many_rows_as_its_phases_read(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join([*["no JSON"] * 20, *good]), encoding="utf-8")
     with pytest.raises(Edge0Error, match=r"text\.max_dropped: 20 of 80 rows"):
         check_chain_inputs(chain(*words))
+
+
+def test_a_chain_asks_for_the_teacher_of_nothing_that_it_makes_or_finds(make_config, tmp_path):
+    """Rows are there, and the base will be made from base.source: teacher.directory is nobody's."""
+    rows = f"text.rows={make_config('export').text.rows}"
+    words = ("tier=nano", f"root={tmp_path}", f"base.source={TEACHER}", "teacher.directory=/gone", rows)
+    check_chain_inputs([configure(f"phase={phase}", *words) for phase in ("quantize", "head_distill")])
+    (problem,) = missing_inputs(configure("phase=head_distill", *words))
+    assert problem.startswith("base.directory: ")
 
 
 def test_one_rank_looks_for_all(monkeypatch, tmp_path):

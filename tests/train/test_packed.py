@@ -19,9 +19,9 @@ from edge0_train.base.packed import PackedEmbedding, PackedExperts, PackedLinear
 from edge0_train.base.quantize_model import quantize_checkpoint
 from edge0_train.base.weights import RESIDENCIES, Codes, Residency
 from edge0_train.build import build_student, input_identity, sketch_student
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import read_data
 from edge0_train.phases.student_sft import _plan, student_sft
-from edge0_train.plan import Rows
 from edge0_train.run import open_run
 from edge0_train.student import PrerouterHeads, StudentPath, add_lora
 from edge0_train.student.lora import lora_disabled

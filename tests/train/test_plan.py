@@ -16,13 +16,15 @@ from edge0_train.adapters import input_path
 from edge0_train.build import build_student, sketch_student
 from edge0_train.cli import run_chain
 from edge0_train.config import PHASE_NAMES, config_directory, configure
+from edge0_train.data.counts import Rows
 from edge0_train.data.rows import read_data
+from edge0_train.memory import phase_need
 from edge0_train.objectives import lora_parameters
 from edge0_train.phases.evaluate import evaluate
 from edge0_train.phases.export import export
 from edge0_train.phases.head_distill import head_distill
 from edge0_train.phases.student_sft import _plan, student_sft
-from edge0_train.plan import Rows, lora_modules
+from edge0_train.plan import lora_modules
 from edge0_train.run import Run
 from tests.train.conftest import task_rows
 
@@ -117,6 +119,14 @@ def test_dry_runs_after_the_phases_say_what_they_found(make_config, tmp_path, ca
         assert function(config, Run(tmp_path / "run", config)) == {}
         plan = capsys.readouterr().out
         assert all(word in plan for word in words), plan
+
+
+def test_an_export_is_planned_in_the_dtype_that_it_computes_in(make_config):
+    """Its traces are float32 over packed codes, whatever the base trained in."""
+    words = [("base.dtype=bfloat16",), ("base.dtype=float32", "base.storage=packed")]
+    trained, exact = (make_config("export", *one) for one in words)
+    needs = [phase_need(config, Rows.unwritten(config)) for config in (trained, exact)]
+    assert needs[0] == needs[1] and "frozen values (int4 base)" in needs[0].device
 
 
 def test_dry_run_before_quantize_reads_the_source(make_config, tmp_path):

@@ -126,6 +126,8 @@ def test_vllm_that_aborts_is_an_error(text_config, monkeypatch):
 
 
 def test_without_vllm_the_fix_is_said(text_config, monkeypatch):
+    """Before a teacher of tens of GB is hashed."""
+    monkeypatch.setattr("edge0_train.phases.teacher_text.identify_teacher", lambda _: pytest.fail("hashed first"))
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(Edge0Error, match=r"sample\.backend: vllm cannot be imported.*sample\.backend=transformers"):
         run_phase(text_config("sample.backend=vllm"))
