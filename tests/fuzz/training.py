@@ -86,7 +86,7 @@ def _write_prompts(directory: Path) -> None:
 TRAIN = "edge0_train.cli:main"
 OWN = "--config-dir mine tier=own root=run"
 BASE, TEXT, HEADS, LORA = "run/base", "run/teacher_text", "run/head_distill", "run/student_sft"
-TIER = "mine/tier"
+TIER, NEW_BASE = "mine/tier", "new-base"
 
 
 def _row(arguments: str, *damaged: str, writes: tuple[str, ...] = ()) -> Command:
@@ -106,7 +106,7 @@ READS = {
 }
 """{phase: what it reads}."""
 TRAINING = (
-    *(_row(f"{OWN} phase={phase} run_dir=new dry_run=true base.directory=" + ("new-base" if phase == "quantize" else BASE), *reads)
+    *(_row(f"{OWN} phase={phase} run_dir=new dry_run=true base.directory={NEW_BASE if phase == 'quantize' else BASE}", *reads)
       for phase, reads in READS.items()),
     _row(f"{OWN} phase=all resume=true dry_run=true", "run", "teacher", "mine"),
     *(_row(f"{OWN} phase=teacher_text run_dir=new sample.prompts=2 sample.eval_prompts=1 text.prompts=prompts/{name}",
@@ -126,7 +126,7 @@ TRAINING = (
     _row(f"{OWN} phase=evaluate run_dir=new sample.eval_prompts=1", HEADS, LORA, "teacher", writes=("new",)),
     _row(f"{OWN} phase=export run_dir=new export.directory=new-model", BASE, TEXT, LORA, writes=("new", "new-model")),
     _row(f"{OWN} phase=export run_dir=new export.directory=run/model", "run/model", writes=("new", "run/model")),
-    _row(f"{OWN} phase=quantize run_dir=new base.directory=new-base", "teacher", writes=("new", "new-base")),
+    _row(f"{OWN} phase=quantize run_dir=new base.directory={NEW_BASE}", "teacher", writes=("new", NEW_BASE)),
     _row("inspect base=teacher out=proposed", "teacher", writes=("proposed",)),
     _row("inspect base=run/base", BASE),
     _row(f"{OWN} phase=export experiment=own run_dir=new dry_run=true", "mine"),

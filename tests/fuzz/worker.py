@@ -2,7 +2,8 @@
 
     python tests/fuzz/worker.py edge0_runtime.cli:main
 
-Reads a JSON list per line from standard input, the working directory and the arguments; writes a JSON object with what came of them per line.
+Reads a JSON list per line from standard input, the working directory and the arguments; writes a JSON object with what came of
+them per line.
 """
 
 from __future__ import annotations
