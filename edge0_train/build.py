@@ -150,7 +150,9 @@ def input_identity(config: Config) -> dict[str, Any]:
     else:
         card = read_card(config.text.rows)
         made_from = {"text": {"fingerprint": card["fingerprint"], "teacher": card.get("teacher")}}
-    adapters: dict[str, Any] = {f"{kind}_sha256": _hash_input(config, kind) for kind in STARTS_FROM.get(config.phase, ())}
+    adapters: dict[str, Any] = {
+        f"{kind}_sha256": _hash_input(config, kind) for kind in STARTS_FROM.get(config.phase, ())
+    }
     return {"base": base, **made_from, **adapters}
 
 

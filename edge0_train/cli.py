@@ -35,7 +35,7 @@ from edge0_train.config import (
     read_config,
     user_tiers,
 )
-from edge0_train.config.grammar import hydra_sentence
+from edge0_train.config.grammar import check_flags, hydra_sentence, in_one_sentence
 from edge0_train.foreign import foreign
 
 if TYPE_CHECKING:  # they import torch
@@ -82,6 +82,7 @@ def _command(arguments: list[str]) -> int | None:
 def _train(arguments: list[str]) -> None:
     """Compose and run; a stop says how to continue."""
     own = own_config_directories(arguments)
+    check_flags(arguments)
     check_choices(arguments, own)
     try:
         if set(arguments) & set(MULTIRUN):
@@ -90,7 +91,7 @@ def _train(arguments: list[str]) -> None:
             sweep(_without_flags(arguments), own, _configs, _run)
         else:
             sys.argv[1:] = arguments  # Hydra reads them there
-            with user_tiers(*own):
+            with user_tiers(*own), in_one_sentence():
                 _hydra_main()
     except _OutOfHydra as passed:
         raise passed.error from None

@@ -6,6 +6,7 @@ Hydra's parser reads the sweep; its launcher is not used, since a directory here
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import PHASES, config_directory, user_tiers
+from edge0_train.config.grammar import in_one_sentence
 from edge0_train.report import table
 from edge0_train.run import read_summary
 
@@ -25,6 +27,7 @@ Step = Callable[[DictConfig, Sequence[str]], object]
 VOLATILE = ("seconds", "peak_rss_mib", "tokens_per_second")
 """Numbers of a summary that say nothing about the settings."""
 COLUMNS = 8
+MOST_JOBS = 1000
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ def sweep(arguments: Sequence[str], own: Sequence[Path], check: Step, run: Step)
         raise Edge0Error(f"--multirun: cannot be combined with {' '.join(flags)}; leave one of them away")
     search = [f"hydra.searchpath=[{', '.join(f'file://{path.absolute()}' for path in own)}]"] * bool(own)
     with user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
-        jobs = plan_jobs(list(combinations([*arguments, *search])))
+        with in_one_sentence():
+            jobs = plan_jobs(list(combinations([*arguments, *search])))
         for job in jobs:
             check(job.composed, job.overrides)
         for job in jobs:
@@ -65,7 +69,10 @@ def combinations(overrides: Sequence[str]) -> Iterator[tuple[dict[str, str], lis
     swept = [one for one in parsed if one.is_sweep_override()]
     fixed = [str(one.input_line) for one in parsed if not one.is_sweep_override()]
     names = [one.get_key_element() for one in swept]
-    for values in itertools.product(*(list(one.sweep_string_iterator()) for one in swept)):
+    choices = [list(itertools.islice(one.sweep_string_iterator(), MOST_JOBS + 1)) for one in swept]
+    if math.prod(map(len, choices)) > MOST_JOBS:
+        raise Edge0Error(f"--multirun: more than {MOST_JOBS:,} combinations; give fewer values")
+    for values in itertools.product(*choices):
         chosen = dict(zip(names, values, strict=True))
         yield chosen, [*fixed, *(f"{name}={value}" for name, value in chosen.items())]
 

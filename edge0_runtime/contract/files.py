@@ -33,6 +33,8 @@ MAX_INDEX = 32 * MIB
 MAX_TOKENIZER = 128 * MIB
 """Of a tokenizer.json, which the tokenizer's library parses; the largest published ones have 35 MB."""
 MAX_YAML = MIB // 4
+MAX_YAML_DEPTH = 20
+"""Of mappings and lists in each other; what reads a deeper one further recurses."""
 MAX_LINE = 8 * MIB
 """Of one line of a JSON-lines file."""
 MAX_VALUES = 2_000_000
@@ -160,7 +162,7 @@ def _lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes | None]:
 
 
 def read_yaml(path: Path, fix: str) -> dict[str, Any]:
-    """The mapping of a YAML file, without aliases, duplicate keys or tags of other languages.
+    """The mapping of a YAML file, without aliases, duplicate keys or tags of other languages, and not nested too deeply.
 
     Raises Edge0Error as `read_text`, and where it is no YAML or no mapping.
     """
@@ -177,10 +179,17 @@ def read_yaml(path: Path, fix: str) -> dict[str, Any]:
 class _StrictYaml(yaml.SafeLoader):
     """A few lines of aliases can stand for gigabytes, and of two equal keys one would vanish."""
 
+    _depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             raise yaml.YAMLError("aliases are not supported")
-        return super().compose_node(parent, index)
+        if self._depth > MAX_YAML_DEPTH:
+            raise yaml.YAMLError("nested too deeply")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]

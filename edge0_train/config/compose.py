@@ -21,12 +21,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.fields import check_fields
+from edge0_runtime.contract.files import shown
 from edge0_runtime.contract.tier import Tier
 from edge0_train.config.checks import check
 from edge0_train.config.fields import Config, all_settings, groups
-from edge0_train.config.grammar import hydra_sentence, no_such_setting, unreadable
+from edge0_train.config.grammar import in_one_sentence, no_such_setting, unreadable
 from edge0_train.config.phases import PHASES
-from edge0_train.config.tiers import config_directory, user_tiers
+from edge0_train.config.tiers import config_directory, load_yaml, user_tiers
 
 
 def asset(name: str) -> str:
@@ -52,11 +53,13 @@ def configure(*overrides: str, config_dir: str | Path | None = None) -> Config:
     own = [] if config_dir is None else [Path(config_dir).absolute()]
     check_choices(overrides, own)
     search = [f"hydra.searchpath=[{', '.join(f'file://{path}' for path in own)}]"] * bool(own)
-    try:
-        with _no_hydra(), user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
-            composed = compose("train", [*overrides, *search])
-    except HydraException as error:
-        raise Edge0Error(hydra_sentence(error)) from error
+    with (
+        _no_hydra(),
+        user_tiers(*own),
+        in_one_sentence(),
+        initialize_config_dir(str(config_directory()), version_base=None),
+    ):
+        composed = compose("train", [*overrides, *search])
     return read_config(composed)
 
 
@@ -85,11 +88,14 @@ def check_choices(words: Sequence[str], own: Sequence[Path] = ()) -> None:
             continue
         try:
             override = OverridesParser.create().parse_override(word)
-        except HydraException as error:
+        except (HydraException, RecursionError, ValueError) as error:
             raise Edge0Error(unreadable(word, error)) from error
         name = override.key_or_group
         if name in GROUPS:
             _check_choice(name, override, choices_of(name, *own))
+            for file in (place / name / f"{override.value()}.yaml" for place in own):
+                if file.is_file():
+                    load_yaml(file)  # Hydra would read it in its own way
         elif not _is_setting(name):
             raise Edge0Error(no_such_setting(name))
 
@@ -157,7 +163,7 @@ def _build(cls: Any, data: Any, where: str) -> Any:
     if cls is Tier:
         return Tier.from_dict(data)
     if not isinstance(data, Mapping):
-        raise Edge0Error(f"{where}: {data!r} is not a group of fields")
+        raise Edge0Error(f"{where}: {shown(data)} is not a group of fields")
     hints = typing.get_type_hints(cls)
     check_fields(where or "config", cls, data)
     names = [f.name for f in dataclasses.fields(cls)]
@@ -168,10 +174,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, where)
     if hint is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise Edge0Error(f"{where}: {shown(value)} is too large; lower it") from error
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     expected = hint if isinstance(hint, (type, types.UnionType)) else object
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise Edge0Error(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")
+        raise Edge0Error(f"{where}: {shown(value)} is not of type {getattr(hint, '__name__', hint)}")
     return value

@@ -32,8 +32,10 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.files import one_line, read_text, read_yaml
 from edge0_train.config.hardware import read_hardware
 from edge0_train.config.phases import PHASES
 from edge0_train.config.sections import ALL, LIKE, check_section
@@ -71,14 +73,21 @@ def tier_file(name: str, *directories: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+def load_yaml(file: Path) -> DictConfig:
+    """A strict YAML file with numbers as Hydra reads them (1e-3 is one). Raises Edge0Error as `read_yaml`."""
+    fix = "the files in configs are right"
+    read_yaml(file, fix)
+    try:
+        found = OmegaConf.create(read_text(file))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise Edge0Error(f"{file}: not a configuration ({one_line(error)}); {fix}") from error
+    assert isinstance(found, DictConfig)
+    return found
+
+
 def read_tier_file(file: Path) -> tuple[DictConfig, dict[str, Any]]:
     """(the tier, its section `settings`), as Hydra reads numbers. Raises Edge0Error: no YAML, or a section that is wrong."""
-    try:
-        tier = OmegaConf.load(file)
-    except yaml.YAMLError as error:
-        raise Edge0Error(f"tier: {file} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tier, DictConfig):
-        raise Edge0Error(f"tier: {file} is not a mapping of fields to values")
+    tier = load_yaml(file)
     section = tier.pop(SECTION, None)
     found: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else section or {}
     check_section(f"{file} {SECTION}", found)

@@ -12,7 +12,14 @@ from datasets import load_dataset, load_from_disk
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import one_line, open_regular, read_bytes, read_json_lines, strict_json
+from edge0_runtime.contract.files import (
+    one_line,
+    open_regular,
+    read_bytes,
+    read_json,
+    read_json_lines,
+    strict_json,
+)
 
 LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 READ = (*LINES, ".json", ".parquet")
@@ -41,6 +48,7 @@ def read_source(source: str, split: str) -> Iterator[Row]:
     path = Path(source)
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            _check_saved(path)
             yield from _guarded(source, lambda: _pick(load_from_disk(source), source, split))
         else:
             yield from _files(source, _shards(path, split))
@@ -50,6 +58,15 @@ def read_source(source: str, split: str) -> Iterator[Row]:
         yield from _files(source, [path])
     else:
         yield from _guarded(source, lambda: _pick(load_dataset(source, streaming=True), source, split))
+
+
+def _check_saved(folder: Path) -> None:
+    """`datasets` would wait at a FIFO, and hold a JSON file of any size."""
+    for file in sorted(folder.rglob("*")):
+        if file.suffix == ".json":
+            read_json(file, "write the directory again with save_to_disk")
+        elif not file.is_dir():
+            open_regular(file).close()
 
 
 def _pick(data: Any, source: str, split: str) -> Iterable[Any]:

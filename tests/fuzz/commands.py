@@ -18,16 +18,20 @@ class Command:
     """One command line.
 
     Attributes:
-        program: `module:function`, called with the arguments in a process of its own; returns the exit code.
-        arguments: `{tree}` stands for the directory.
-        tree: writes an undamaged one; commands with the same tree are run on the same damaged one.
+        program: `module:function`, called in a process of its own with the arguments in `sys.argv`; returns its exit code.
+        arguments: `{tree}` stands for the directory, which is the working directory too.
+        tree: writes an undamaged one.
         plain: what it prints has no control characters; a model's own text may.
+        damaged: the parts of the tree that the command reads.
+        writes: the parts that are its own output; it changes nothing else.
     """
 
     program: str
     arguments: str
     tree: Callable[[Path], None]
     plain: bool = True
+    damaged: tuple[str, ...] = ("",)
+    writes: tuple[str, ...] = ()
 
 
 def model_directory(directory: Path) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ class Damage:
     at: int
     value: int
 
-    def apply(self, tree: Path) -> None:
-        """Change the tree."""
-        files = sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
+    def apply(self, tree: Path, parts: Sequence[str] = ("",)) -> None:
+        """Change the tree, in one of these files or folders of it."""
+        found = {path for part in parts for path in (tree / part, *(tree / part).rglob("*"))}
+        files = sorted(path for path in found if path.is_file() and not path.is_symlink())
         if files:
             KINDS[self.kind](files[self.file % len(files)], self, files)
 
@@ -193,9 +195,10 @@ def copy_tree(source: Path, target: Path) -> Path:
 
 
 def snapshot(tree: Path) -> dict[str, tuple[int, int, int]]:
-    """What would show that somebody changed the tree: every name with its mode, size and time of change."""
+    """What would show that somebody changed the tree: every name with its mode, and of files size and time of change."""
     found = {}
     for path in tree.rglob("*"):
         state = path.lstat()
-        found[str(path.relative_to(tree))] = (state.st_mode, state.st_size, state.st_mtime_ns)
+        content = (0, 0) if stat.S_ISDIR(state.st_mode) else (state.st_size, state.st_mtime_ns)
+        found[str(path.relative_to(tree))] = (state.st_mode, *content)
     return found

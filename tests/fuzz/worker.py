@@ -2,7 +2,8 @@
 
     python tests/fuzz/worker.py edge0_runtime.cli:main
 
-Reads a JSON list of arguments per line from standard input; writes a JSON object with what came of them per line.
+Reads a JSON list per line from standard input, the working directory and the arguments; writes a JSON object with what came of
+them per line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(target: str) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (4 * GIB, 4 * GIB))  # what wants more fails, and not the machine
     module, _, name = target.partition(":")
     command = getattr(importlib.import_module(module), name)
-    _never_serve()
+    PREPARE[module]()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
@@ -39,8 +40,10 @@ def main(target: str) -> None:
             reset_peak_rss()
             idle, began = peak_rss_bytes(), time.process_time()
             try:
-                code = command(json.loads(line))
-            except SystemExit as end:  # argparse
+                directory, *sys.argv[1:] = json.loads(line)
+                os.chdir(directory)
+                code = command() or 0
+            except SystemExit as end:
                 code = end.code
             except BaseException:
                 code = traceback.format_exc()
@@ -62,6 +65,18 @@ def _never_serve() -> None:
     import uvicorn
 
     uvicorn.Server.run = lambda *_, **__: None
+
+
+def _import_phases() -> None:
+    """What a command imports is no memory that a damaged file costs."""
+    from edge0_train.config import PHASES
+
+    for phase in PHASES:
+        importlib.import_module(f"edge0_train.phases.{phase}")
+    importlib.import_module("edge0_train.doctor")
+
+
+PREPARE = {"edge0_runtime.cli": _never_serve, "edge0_train.cli": _import_phases}
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ def test_the_run_directory_says_what_went_in_and_what_came_out(sft_config):
     assert all(s["completion"] and s["prompt"].startswith("<|im_start|>user") for s in samples)
 
 
-@pytest.mark.parametrize(("part", "field"), [("base", ".fingerprint"), ("text", ".fingerprint"), ("prerouter", "")])
+@pytest.mark.parametrize(
+    ("part", "field"), [("base", ".fingerprint"), ("text", ".fingerprint"), ("prerouter_sha256", "")]
+)
 def test_a_resume_on_other_inputs_is_refused(sft_config, part, field):
     config = sft_config("optim.steps=1")
     run = open_run(config)
