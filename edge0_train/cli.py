@@ -82,10 +82,12 @@ def _command(arguments: list[str]) -> int | None:
 def _train(arguments: list[str]) -> None:
     """Compose and run; a stop says how to continue."""
     own = own_config_directories(arguments)
-    check_flags(arguments)
+    sweeps = bool(set(arguments) & set(MULTIRUN))
+    if not sweeps:  # a sweep's words are read here, its flags may stand anywhere, and it names those that it lacks
+        check_flags(arguments)
     check_choices(arguments, own)
     try:
-        if set(arguments) & set(MULTIRUN):
+        if sweeps:
             from edge0_train.sweep import sweep
 
             sweep(_without_flags(arguments), own, _configs, _run)
