@@ -82,7 +82,6 @@ def _command(arguments: list[str]) -> int | None:
 def _train(arguments: list[str]) -> None:
     """Compose and run; a stop says how to continue."""
     own = own_config_directories(arguments)
-    check_flags(arguments)
     check_choices(arguments, own)
     try:
         if set(arguments) & set(MULTIRUN):
@@ -90,6 +89,7 @@ def _train(arguments: list[str]) -> None:
 
             sweep(_without_flags(arguments), own, _configs, _run)
         else:
+            check_flags(arguments)
             sys.argv[1:] = arguments  # Hydra reads them there
             with user_tiers(*own), in_one_sentence():
                 _hydra_main()
