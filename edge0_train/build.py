@@ -51,6 +51,8 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
     base = base_info(config)
     heads_file, lora_file = read_input(config, "prerouter", prerouter), read_input(config, "lora", lora)
     check_binding(base.identity, heads_file, lora_file)
+    chat = Chat(config.base.directory)
+    chat.check_vocabulary("base.directory", config.tier)
     packed = cast(Residency, config.base.residency) if config.base.storage == "packed" else None
     model, _ = load_base(
         config.base.directory, config.tier, dtype=DTYPES[config.base.dtype], device=config.base.device, packed=packed
@@ -64,7 +66,7 @@ def build_student(config: Config, *, prerouter: str = "", lora: str = "", new_lo
             load_lora(model, config.tier, lora_file.tensors)
         if config.base.gradient_checkpointing:
             checkpoint_layers(model)
-    return Student(StudentPath(model, config.tier, heads), Chat(config.base.directory), base, heads_file, lora_file)
+    return Student(StudentPath(model, config.tier, heads), chat, base, heads_file, lora_file)
 
 
 def in_float32(config: Config) -> Config:

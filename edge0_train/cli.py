@@ -82,16 +82,14 @@ def _command(arguments: list[str]) -> int | None:
 def _train(arguments: list[str]) -> None:
     """Compose and run; a stop says how to continue."""
     own = own_config_directories(arguments)
-    sweeps = bool(set(arguments) & set(MULTIRUN))
-    if not sweeps:  # a sweep's words are read here, its flags may stand anywhere, and it names those that it lacks
-        check_flags(arguments)
     check_choices(arguments, own)
     try:
-        if sweeps:
+        if set(arguments) & set(MULTIRUN):
             from edge0_train.sweep import sweep
 
             sweep(_without_flags(arguments), own, _configs, _run)
         else:
+            check_flags(arguments)
             sys.argv[1:] = arguments  # Hydra reads them there
             with user_tiers(*own), in_one_sentence():
                 _hydra_main()
@@ -234,9 +232,11 @@ def run_chain(chain: Sequence[str], overrides: Sequence[str]) -> None:
 
 def run_phase(config: Config) -> dict[str, Any] | None:
     """One phase in its run directory; None when it is done already there, or on a rank that is not needed."""
+    from accelerate import PartialState
+
     from edge0_train.inputs import check_inputs
     from edge0_train.phases import phase_function
-    from edge0_train.run import is_unused, join_ranks, open_run
+    from edge0_train.run import is_unused, open_run
     from edge0_train.tracking import start_wandb
 
     phase = phase_function(config.phase)
@@ -246,7 +246,7 @@ def run_phase(config: Config) -> dict[str, Any] | None:
         plan_phases([config])
         return None
     check_inputs(config)
-    state = join_ranks(config.base.device)
+    state = PartialState(cpu=config.base.device == "cpu")  # else accelerate takes ranks on CPUs for single processes
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (plans and tables are said once, by rank 0)
     with open_run(config) as run:

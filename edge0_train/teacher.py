@@ -98,14 +98,7 @@ def _check_vocabulary(config: Config, directory: Path) -> int:
     if config.dry_run and not (directory / "tokenizer.json").is_file():
         return 0
     check_tokenizer(config)
-    ids: int = 1 + max(Chat(directory).tokenizer.get_vocab().values())
-    vocabulary = config.tier.architecture["vocab_size"]
-    if ids > vocabulary:
-        raise Edge0Error(
-            f"teacher.directory: the tokenizer of {directory} has {ids:,} ids, but tier {config.tier.name} a vocabulary of"
-            f" {vocabulary:,}; give the tokenizer that belongs to the model"
-        )
-    return ids
+    return Chat(directory).check_vocabulary("teacher.directory", config.tier)
 
 
 def check_tokenizer(config: Config) -> None:

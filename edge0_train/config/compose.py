@@ -92,10 +92,10 @@ def check_choices(words: Sequence[str], own: Sequence[Path] = ()) -> None:
             raise Edge0Error(unreadable(word, error)) from error
         name = override.key_or_group
         if name in GROUPS:
-            _check_choice(name, override, choices_of(name, *own))
-            for file in (place / name / f"{override.value()}.yaml" for place in own):
-                if file.is_file():
-                    load_yaml(file)  # Hydra would read it in its own way
+            for one in _check_choice(name, override, choices_of(name, *own)):
+                for file in (place / name / f"{one}.yaml" for place in own):
+                    if file.is_file():
+                        load_yaml(file)  # Hydra would read it in its own way
         elif not _is_setting(name):
             raise Edge0Error(no_such_setting(name))
 
@@ -116,10 +116,12 @@ def choices_of(group: str, *own: Path) -> list[str]:
     return sorted({file.relative_to(at).with_suffix("").as_posix() for at in folders for file in at.rglob("*.yaml")})
 
 
-def _check_choice(group: str, override: Override, known: Sequence[str]) -> None:
+def _check_choice(group: str, override: Override, known: Sequence[str]) -> list[str]:
+    """The names that were chosen, all of them known."""
     value = override.value()
     chosen = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
-    for one in ["" if one is None else str(one) for one in chosen]:
+    names = ["" if one is None else str(one) for one in chosen]
+    for one in names:
         if not one:
             raise Edge0Error(f"{group}: empty; choose one of {', '.join(known)}, or leave it out")
         if one not in known:
@@ -128,6 +130,7 @@ def _check_choice(group: str, override: Override, known: Sequence[str]) -> None:
             raise Edge0Error(f"{group}: {one!r} is unknown; {meant} one of {', '.join(known)}")
     if override.is_add() and not isinstance(value, list):
         raise Edge0Error(f"+{group}={value}: the group is there already; write {group}={value}")
+    return names
 
 
 def read_config(composed: Any) -> Config:

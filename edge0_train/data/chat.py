@@ -13,6 +13,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import one_line, unquoted
 from edge0_runtime.contract.model_files import check_library_files, end_ids, read_generation_config
 from edge0_runtime.contract.prompts import chat_ids
+from edge0_runtime.contract.tier import Tier
 from edge0_train.data.conversations import Prompt, Refused
 from edge0_train.data.rows import TextRow
 
@@ -30,6 +31,7 @@ class Chat:
     """
 
     def __init__(self, directory: str | Path) -> None:
+        self.directory = directory
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
         check_library_files(Path(directory))
@@ -47,6 +49,17 @@ class Chat:
         self.end_ids = _end_ids(Path(directory), self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad_id = int(self.end_ids[0] if pad is None else pad)
+
+    def check_vocabulary(self, setting: str, tier: Tier) -> int:
+        """Number of ids, padding's among them. Raises Edge0Error if the tier's model, in that setting, has fewer."""
+        ids: int = 1 + max(self.pad_id, *self.tokenizer.get_vocab().values())
+        vocabulary = tier.architecture["vocab_size"]
+        if ids > vocabulary:
+            raise Edge0Error(
+                f"{setting}: the tokenizer of {self.directory} has {ids:,} ids, but tier {tier.name} a vocabulary of"
+                f" {vocabulary:,}; give the tokenizer that belongs to the model"
+            )
+        return ids
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt as the model sees it, with the opening of the assistant's turn; as the runtime encodes it.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.adapters import input_path
 from edge0_train.build import Student, build_student
 from edge0_train.data.rows import Batch, collate
@@ -55,3 +60,14 @@ def test_gradient_checkpointing_leaves_generation_and_evaluation_alone(make_conf
         done = generate(made.path, [r.prompt_ids for r in rows], Decoding(12), end_ids=made.chat.end_ids, pad_id=0)
         outcomes.append((done, mean_loss(made.path, [collate(rows, 0)])))
     assert outcomes[0] == outcomes[1]
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(make_config, tmp_path):
+    """Of padding alone it is enough: an embedding has no row for it."""
+    base = Path(shutil.copytree(make_config("student_sft").base.directory, tmp_path / "base"))
+    file = base / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "<|one more|>"}))
+    with pytest.raises(
+        Edge0Error, match=r"base\.directory: the tokenizer of .* has 385 ids, but tier nano a vocabulary of"
+    ):
+        student(make_config, f"base.directory={base}")

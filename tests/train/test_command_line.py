@@ -119,3 +119,46 @@ except KeyboardInterrupt:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["policy:", "PASSIVE"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--resolve"], "the command line: makes no configuration (The --resolve flag can only be used"),
+        (["--cfg=job", "--info"], "the command line: makes no configuration (Only one of"),
+        (["--cfg=jobs"], "argument --cfg/-c: invalid choice: 'jobs'"),
+        (["--cfg", "job", "optim.lr=1"], "optim.lr=1: cannot be read there; write all settings beside each other"),
+        (["--\x1b"], r"--\x1b: cannot be read there"),
+        (["tier.owners.first="], "the command line: makes no configuration (invalid literal for int()"),
+        (["optim.lr=" + "9" * 400], "optim.lr: 99999"),
+        (["optim.lr=" + "9" * 5000], "optim.lr=99999"),
+        (["optim.lr=" + "[" * 2000], "optim.lr=[[[[["),
+        (["-m", "seed=range(1,100000000)"], "--multirun: more than 1,000 combinations; give fewer values"),
+    ],
+)
+def test_what_hydra_cannot_use_is_one_sentence(command, tmp_path, words, says):
+    owners = {"owners": [1, 2], "consumers": [2, 3]}
+    (tmp_path / "mine/tier").mkdir(parents=True)
+    nano = yaml.safe_load((config_directory() / "tier/nano.yaml").read_text())
+    (tmp_path / "mine/tier/own.yaml").write_text(yaml.safe_dump(nano | owners))
+    code, _, error = command("--config-dir=mine", "phase=export", "tier=own", "dry_run=true", *words)
+    assert code == 2 and error.startswith(f"error: {says}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"optim: \xff", "not UTF-8 text (byte 7)"),
+        (b"x: " + b"[" * 900 + b"]" * 900, "not plain YAML (nested too deeply)"),
+        (b"x: &a [1]\ny: [*a, *a]", "not plain YAML (aliases are not supported)"),
+        (b"x: ${", "not a configuration (no viable alternative"),
+        (b"[]", "not a YAML mapping"),
+    ],
+    ids=["not UTF-8", "deep", "aliases", "half an interpolation", "a list"],
+)
+@pytest.mark.parametrize("group", ["tier", "experiment"])
+def test_a_damaged_file_of_ones_own_is_named(command, tmp_path, group, content, says):
+    (tmp_path / "mine" / group).mkdir(parents=True)
+    (tmp_path / "mine" / group / "own.yaml").write_bytes(content)
+    code, _, error = command("--config-dir", "mine", "phase=export", "dry_run=true", f"{group}=own")
+    assert code == 2 and says in error and f"mine/{group}/own.yaml: " in error and error.count("\n") == 1

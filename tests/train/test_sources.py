@@ -176,3 +176,17 @@ def test_places_say_which_shard(tmp_path):
     Dataset.from_list([*ROWS, {"messages": []}]).to_parquet(str(tmp_path / "c.parquet"))
     assert load(tmp_path / "*.jsonl").places == {"no messages": ["a.jsonl line 61", "b.jsonl line 61"]}
     assert load(tmp_path / "c.parquet").places == {"no messages": ["row 121"]}
+
+
+@pytest.mark.parametrize("damage", ["a pipe", "2 GiB"])
+def test_a_saved_dataset_is_looked_at_before_the_library_opens_it(tmp_path, damage):
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    name = "data-00000-of-00001.arrow" if damage == "a pipe" else "dataset_info.json"
+    (tmp_path / "saved" / name).unlink()
+    if damage == "a pipe":
+        os.mkfifo(tmp_path / "saved" / name)
+    else:
+        (tmp_path / "saved" / name).touch()
+        os.truncate(tmp_path / "saved" / name, 2 << 30)
+    with pytest.raises(Edge0Error, match=f"{name}: (not a regular file|has 2,147,483,648 bytes, more than)"):
+        load(tmp_path / "saved")
