@@ -105,7 +105,7 @@ def doctor(overrides: Sequence[str], config_dir: str | None = None) -> str:
 
 def _configs(overrides: Sequence[str], config_dir: str | None) -> list[Config]:
     """Every phase of the chain; what has no default gets its example, which `missing_inputs` then misses."""
-    words = [word for word in overrides if not word.startswith(("phase=", "dry_run="))]
+    words = [word for word in overrides if not word.startswith(("phase=", "dry_run="))] + ["dry_run=true"]
     plain = configure("phase=export", *words, config_dir=config_dir)
     shown = {name: one for name, (one, _) in examples(plain.tier).items() if name != "base.source"}
     values = {"teacher.directory": plain.teacher.directory, "text.prompts": plain.text.prompts}

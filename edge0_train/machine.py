@@ -34,14 +34,15 @@ class Limits:
 
 
 def limits(config: Config) -> Limits:
-    """Of the machine that `hardware` describes; what it leaves out, of this one."""
+    """Of this machine; of a dry run, those of the machine that `hardware` describes, and of this one what it leaves out."""
     told = config.hardware
     free, device = device_memory(config.base.device)
+    host, processes = memory_limit_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not config.dry_run:  # what runs, runs here, whatever its settings were made for
+        return Limits("this machine", processes, device, free, host)
     if told.device_gib:
         free, device = None, int(told.device_gib * 2**30)
-    host = int(told.host_gib * 2**30) or memory_limit_bytes()
-    processes = told.processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Limits(told.name or "this machine", processes, device, free, host)
+    return Limits(told.name or "this machine", told.processes or processes, device, free, int(told.host_gib * 2**30) or host)
 
 
 def gpus() -> int:

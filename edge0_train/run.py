@@ -175,14 +175,16 @@ class Run:
 
         Nothing of it is done twice, and on ranks other than the first there is nothing to do.
         """
-        if self.wandb:
-            self.wandb.finish(exit_code=int(failed))
-            self.wandb = None
-        if self.lock is not None:
-            if is_unused(self.directory):
-                shutil.rmtree(self.directory, ignore_errors=True)
-            release(self.lock)
-            self.lock = None
+        try:
+            if self.wandb:
+                self.wandb.finish(exit_code=int(failed))
+                self.wandb = None
+        finally:
+            if self.lock is not None:
+                if is_unused(self.directory):
+                    shutil.rmtree(self.directory, ignore_errors=True)
+                release(self.lock)
+                self.lock = None
 
 
 def join_ranks(device: str) -> PartialState:

@@ -11,6 +11,7 @@ teacher, at K=4 .0076.
 
 from __future__ import annotations
 
+import glob
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +45,7 @@ def quantize(config: Config, run: Run) -> dict[str, Any]:
     names = cast(Names, config.base.names)
     if not config.resume:
         return quantize_checkpoint(source, target, config.tier, names=names)
-    for partial in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+    for partial in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):  # of a process that was killed
         shutil.rmtree(partial)
     make = _compared if target.exists() else quantize_checkpoint
     return make(source, target, config.tier, names=names)

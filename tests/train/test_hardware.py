@@ -21,7 +21,7 @@ TEACHER, PROMPTS = "teacher.directory=/models/teacher", "text.prompts=tasks"
 
 
 def planned(phase: str, tier: str, *overrides: str) -> tuple[Config, Rows, Need]:
-    config = configure(f"phase={phase}", f"tier={tier}", "root=/nowhere", TEACHER, PROMPTS, *overrides)
+    config = configure(f"phase={phase}", f"tier={tier}", "root=/nowhere", TEACHER, PROMPTS, "dry_run=true", *overrides)
     rows = Rows.unwritten(config)
     lora = phase in ("student_sft", "on_policy", "evaluate", "export")
     return config, rows, phase_need(config, rows, sketches(tier, lora, phase in ("quantize", "teacher_text")))
@@ -50,6 +50,13 @@ def test_the_embedded_tiers_run_on_every_machine(machine, tier):
     for phase in PHASE_NAMES:
         config, _, need = planned(phase, tier, f"hardware={machine}")
         assert not shortfalls(config, need, limits(config))
+
+
+def test_what_runs_is_compared_with_the_machine_that_it_runs_on():
+    """Settings made for 80 GB must not pass a card of 24."""
+    here = limits(configure())
+    assert limits(configure("hardware=1x80gb", "base.device=cpu")) == here
+    assert limits(configure("hardware=1x80gb", "dry_run=true")).device == 79 * 2**30
 
 
 def test_precedence_is_tier_then_machine_then_command_line():
