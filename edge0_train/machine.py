@@ -42,7 +42,9 @@ def limits(config: Config) -> Limits:
         return Limits("this machine", processes, device, free, host)
     if told.device_gib:
         free, device = None, int(told.device_gib * 2**30)
-    return Limits(told.name or "this machine", told.processes or processes, device, free, int(told.host_gib * 2**30) or host)
+    return Limits(
+        told.name or "this machine", told.processes or processes, device, free, int(told.host_gib * 2**30) or host
+    )
 
 
 def gpus() -> int:

@@ -84,7 +84,8 @@ def export(config: Config, run: Run) -> dict[str, Any]:
 def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:
     """Hard-link (else copy) the base's files into `target`, unless that base is there already."""
     if target.exists():
-        found = Checkpoint.open(target).identity()
+        there, ours = Checkpoint.open(target), Checkpoint.open(base)
+        found = there.identity()
         if found.fingerprint != identity.fingerprint:
             raise Edge0Error(
                 f"export.directory: {target} holds another base ({found.fingerprint[:12]}, not"
@@ -94,6 +95,15 @@ def _place_base(base: Path, target: Path, identity: BaseIdentity) -> None:
             f"export.directory: {target} holds the base with another config.json",
             config_differences(identity.config, found.config),
             "put base.directory's config.json there, or choose another",
+        )
+        others = {
+            "tokenizer.json": (there.tokenizer_hash(), ours.tokenizer_hash()),
+            "chat template": (there.template_hash(), ours.template_hash()),
+        }
+        raise_problems(
+            f"export.directory: {target} holds the base with other files",
+            [f"{name} is not that of {base}" for name, (one, other) in others.items() if one != other],
+            "put base.directory's there, or choose another",
         )
         return
     temporary = target.with_name(target.name + ".partial")

@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.provenance import DataSource
 from edge0_runtime.contract.traces import PromptTrace, read_trace
 from edge0_train.adapters import base_info, input_path, read_input, write_output
@@ -47,3 +49,20 @@ def test_references_are_float32_whatever_training_computed_in(make_config: Make,
         for field in dataclasses.fields(PromptTrace):
             if field.name != "own_TOK":  # nano's heads see what ran
                 np.testing.assert_allclose(getattr(b, field.name), getattr(a, field.name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("tokenizer.json", "tokenizer.json"), ("chat_template.jinja", "chat template")]
+)
+def test_an_export_into_a_directory_with_another_template_or_tokenizer_is_refused(make_config, tmp_path, name, says):
+    words = (f"inputs.lora={with_lora(make_config, tmp_path / 'sft')}", f"export.directory={tmp_path / 'model'}")
+    words += ("export.trace_prompts=1", "export.trace_tokens=2")
+    run_phase(make_config("export", *words, f"run_dir={tmp_path / 'one'}"))
+    file = tmp_path / "model" / name
+    text = file.read_text()
+    file.unlink()  # it is a hard link
+    file.write_text(text + " ")
+    with pytest.raises(Edge0Error, match=f"{says} is not that of"):
+        run_phase(make_config("export", *words, f"run_dir={tmp_path / 'two'}"))
+    file.write_text(text)
+    run_phase(make_config("export", *words, f"run_dir={tmp_path / 'two'}"))
