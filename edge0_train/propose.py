@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Family, families
-from edge0_runtime.contract.files import raise_problems, strict_json
+from edge0_runtime.contract.files import raise_problems, read_json
 from edge0_runtime.contract.tier import Tier, builtin_tier
 from edge0_train.base.layout import checkpoint_layout, expert_nbytes, nbytes
 from edge0_train.base.load import describe, empty_model
@@ -115,12 +115,7 @@ def propose(directory: Path, *, k: int = 0, name: str = "") -> Proposal:
     path = directory / "config.json"
     if not path.is_file():
         raise Edge0Error(f"base: {directory} has no config.json; give a model's directory")
-    try:
-        found = strict_json(path.read_bytes())
-    except ValueError as error:
-        raise Edge0Error(f"{path}: not strict JSON ({error}); download it again") from error
-    if not isinstance(found, dict):
-        raise Edge0Error(f"{path}: not a JSON object; download it again")
+    found = read_json(path, "download it again")
     layout = family_of(found)
     config = mlx_config(layout, found)
     text = config.get("text_config", config)

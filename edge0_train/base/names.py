@@ -42,8 +42,14 @@ def _linear(family_name: str, path: str, links: Sequence[Link]) -> Link:
 
 
 def mlx_config(layout: Family, config: Config) -> dict[str, Any]:
-    """config.json that mlx-lm and transformers both read, from a transformers or MLX model's of that family."""
-    return layout.mlx_config(config, lambda kind, fields: own_fields(AutoConfig.for_model(kind, **fields)))
+    """config.json that mlx-lm and transformers both read, from a transformers or MLX model's of that family.
+
+    Raises Edge0Error for one that is nested too deeply for transformers to copy.
+    """
+    try:
+        return layout.mlx_config(config, lambda kind, fields: own_fields(AutoConfig.for_model(kind, **fields)))
+    except RecursionError as error:
+        raise Edge0Error("config.json: nested too deeply; download it again") from error
 
 
 def read_model_config(file: Path, layout: Family, setting: str) -> dict[str, Any]:

@@ -132,7 +132,6 @@ except KeyboardInterrupt:
         (["tier.owners.first="], "the command line: makes no configuration (invalid literal for int()"),
         (["optim.lr=" + "9" * 400], "optim.lr: 99999"),
         (["optim.lr=" + "9" * 5000], "optim.lr=99999"),
-        (["optim.lr=" + "[" * 2000], "optim.lr=[[[[["),
         (["-m", "seed=range(1,100000000)"], "--multirun: more than 1,000 combinations; give fewer values"),
     ],
 )

@@ -105,6 +105,7 @@ def test_it_prints_or_writes_once(tmp_path, capsys):
         ({"model_type": "olmoe", "num_hidden_layers": 2}, "of 2 layers none is left to predict"),
         ("[]", "not a JSON object"),
         ("{", "not strict JSON"),
+        (FLAT["olmoe"] | {"model_type": "olmoe", "x": json.loads("[" * 900 + "]" * 900)}, "nested too deeply"),
     ],
 )
 def test_what_cannot_be_taken_is_said(config, message, tmp_path):
