@@ -37,6 +37,7 @@ from safetensors import safe_open
 from edge0_train.checkpoint import checkpoints
 from edge0_train.cli import main as edge0_train
 from edge0_train.config import PHASES
+from edge0_train.environment import environment
 from edge0_train.measure import head_report
 from edge0_train.phases import phase_function
 
@@ -242,7 +243,10 @@ def main() -> int:
             print(json.dumps(row), flush=True)
     stops = [one for row in rows for one in row["stops"]]
     equal = sum(not row["differs"] for row in rows)
+    made_with = environment()
     summary = {
+        **{name: made_with[name] for name in ("commit", "machine", "python")},
+        "load": [round(load, 1) for load in os.getloadavg()],
         "command": f"python scripts/kill_and_resume.py --trials {arguments.trials} --seed {arguments.seed}",
         "trials": len(rows),
         "equal": equal,
