@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import hydra
 from hydra import compose
@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from edge0_runtime.contract.edge import DEBUG, PROBLEM, Stopped, mute_stdout, run_command
+from edge0_runtime.contract.edge import DEBUG, PROBLEM, Stopped, held, mute_stdout, run_command
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import (
     PHASES,
@@ -91,8 +91,8 @@ def _train(arguments: list[str]) -> None:
         else:
             check_flags(arguments)
             sys.argv[1:] = arguments  # Hydra reads them there
-            with user_tiers(*own), in_one_sentence():
-                _hydra_main()
+            with user_tiers(*own), in_one_sentence(), held() as composed:
+                _main_of_hydra(composed)()
     except _OutOfHydra as passed:
         raise passed.error from None
     except (KeyboardInterrupt, Stopped) as stop:
@@ -176,12 +176,18 @@ class _OutOfHydra(BaseException):
         self.error = error
 
 
-@hydra.main(version_base=None, config_path=str(config_directory()), config_name="train")
-def _hydra_main(composed: DictConfig) -> None:
-    try:
-        _run(composed, list(HydraConfig.get().overrides.task))
-    except Exception as error:
-        raise _OutOfHydra(error) from error
+def _main_of_hydra(begin: Callable[[], None]) -> Callable[[], Any]:
+    """Hydra's entry: it composes, `begin` is called, the phases run."""
+
+    def task(composed: DictConfig) -> None:
+        begin()
+        try:
+            _run(composed, list(HydraConfig.get().overrides.task))
+        except Exception as error:
+            raise _OutOfHydra(error) from error
+
+    entry = hydra.main(version_base=None, config_path=str(config_directory()), config_name="train")(task)
+    return cast(Callable[[], Any], entry)
 
 
 def _configs(composed: DictConfig, overrides: Sequence[str]) -> list[Config]:
@@ -205,7 +211,8 @@ def _run(composed: DictConfig, overrides: Sequence[str]) -> None:
 def chain_configs(chain: Sequence[str], overrides: Sequence[str]) -> list[Config]:
     """The checked configuration of every phase of a chain, and whether they go together."""
     kept = [override for override in overrides if not override.startswith("phase=")]
-    configs = [read_config(compose("train", [*kept, f"phase={name}"])) for name in check_order(chain)]
+    with held():
+        configs = [read_config(compose("train", [*kept, f"phase={name}"])) for name in check_order(chain)]
     check_chain(configs)
     return configs
 
@@ -285,9 +292,10 @@ def plan_phases(configs: Sequence[Config]) -> None:
 
 def _read(composed: DictConfig) -> Config:
     """The settings, from what Hydra's own entry composed: its node is no setting."""
-    with open_dict(composed):
-        composed.pop("hydra", None)
-    return read_config(composed)
+    with held():
+        with open_dict(composed):
+            composed.pop("hydra", None)
+        return read_config(composed)
 
 
 def _do_phase(phase: Phase, config: Config, run: Run, is_main: bool) -> dict[str, Any] | None:

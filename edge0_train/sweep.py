@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from edge0_runtime.contract.edge import held
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.config import PHASES, config_directory, user_tiers
 from edge0_train.config.grammar import in_one_sentence
@@ -53,7 +54,7 @@ def sweep(arguments: Sequence[str], own: Sequence[Path], check: Step, run: Step)
         raise Edge0Error(f"--multirun: cannot be combined with {' '.join(flags)}; leave one of them away")
     search = [f"hydra.searchpath=[{', '.join(f'file://{path.absolute()}' for path in own)}]"] * bool(own)
     with user_tiers(*own), initialize_config_dir(str(config_directory()), version_base=None):
-        with in_one_sentence():
+        with in_one_sentence(), held():
             jobs = plan_jobs(list(combinations([*arguments, *search])))
         for job in jobs:
             check(job.composed, job.overrides)

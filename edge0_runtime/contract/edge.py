@@ -84,6 +84,31 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def held() -> Iterator[Callable[[], None]]:
+    """Inside the block SIGINT and SIGTERM wait, for libraries that take what a handler raises for an error of their own.
+
+    Yields a function that ends the waiting earlier; a signal that has come is obeyed then. In threads: nothing waits.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    seen: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda came, _: seen.append(came)) for number in numbers}
+
+    def release() -> None:
+        while before:
+            signal.signal(*before.popitem())
+        while seen:
+            signal.raise_signal(seen.pop())
+
+    try:
+        yield release
+    finally:
+        release()
+
+
 def _terminate(number: int, _: object) -> None:
     raise Stopped(number)
 

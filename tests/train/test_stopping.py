@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from edge0_runtime.contract.edge import Stopped, terminable
+from edge0_runtime.contract.edge import Stopped, held, terminable
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.cli import main
 from edge0_train.config import Config, configure
 from edge0_train.data.rows import TextRow, read_rows
 from edge0_train.data.writing import write_shards
@@ -182,3 +184,43 @@ def test_a_closed_run_lets_another_process_in(config, tmp_path):
     process = holding(tmp_path / "root")
     process.kill()
     process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_a_library_that_would_take_it_for_an_error_of_its_own(number):
+    done = []
+
+    def masked() -> None:
+        with terminable(), held():
+            try:
+                signal.raise_signal(number)
+                done.append("composed")
+            except BaseException:  # as OmegaConf does
+                raise ValueError("a library's own") from None
+
+    def released() -> None:
+        with terminable(), held() as release:
+            signal.raise_signal(number)
+            release()
+            done.append("after it")
+
+    for case in (masked, released):
+        with pytest.raises((KeyboardInterrupt, Stopped)):
+            case()
+    assert done == ["composed"]
+
+
+def test_a_stop_while_hydra_composes_is_a_stop(monkeypatch, capsys):
+    def masking(*args: object, **options: object) -> object:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            raise ValueError("a library's own") from None
+        return real(*args, **options)
+
+    real = ConfigLoaderImpl.load_configuration
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", masking)
+    monkeypatch.setattr(sys, "argv", ["edge0_train", "phase=quantize", "dry_run=true"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 143 and "continue with: python -m edge0_train phase=quantize" in capsys.readouterr().err
