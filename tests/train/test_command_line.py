@@ -14,6 +14,7 @@ from edge0_train import cli
 from edge0_train.config import PHASES, config_directory
 from edge0_train.config.pages import settings_markdown, settings_yaml
 from tests.tiny_models import TEACHER
+from tests.train.command_line import exit_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,13 +26,7 @@ def command(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)  # Hydra's --multirun leaves a multirun.yaml
 
     def run(*arguments: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["edge0_train", *arguments])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return exit_code(monkeypatch, *arguments), *capsys.readouterr()
 
     return run
 

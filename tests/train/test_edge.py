@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train import cli
 from edge0_train.config import Config, configure
 from edge0_train.config.grammar import hydra_sentence
 from edge0_train.run import Run, read_summary
 from edge0_train.stopping import Interrupted
+from tests.train.command_line import exit_code
 
 Command = Callable[..., tuple[object, str, str]]
 
@@ -35,14 +34,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
         if does:
             monkeypatch.setattr("edge0_train.phases.phase_function", lambda name: lambda config, run: does(run) or {})
         overrides = ("phase=quantize", f"root={tmp_path / 'root'}", *arguments)
-        monkeypatch.setattr(sys, "argv", ["edge0_train", *overrides])
         capfd.readouterr()
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
+        return exit_code(monkeypatch, *overrides), *capfd.readouterr()
 
     return run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import yaml
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_train import cli
 from edge0_train.config import config_directory
 from edge0_train.run import Run
 from edge0_train.sweep import compared
+from tests.train.command_line import exit_code
 
 Sweep = Callable[..., tuple[object, str, str]]
 
@@ -41,12 +40,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
     def run(*arguments: str) -> tuple[object, str, str]:
         overrides = ("phase=student_sft", f"root={tmp_path / 'root'}", "logger.wandb=disabled", *arguments)
-        monkeypatch.setattr(sys, "argv", ["edge0_train", *overrides])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code
+        code = exit_code(monkeypatch, *overrides)
         assert not list((tmp_path / "here").iterdir())
         return code, *capsys.readouterr()
 
