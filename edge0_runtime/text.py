@@ -16,7 +16,7 @@ from edge0_runtime.contract import prompts
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import one_line, raise_problems
-from edge0_runtime.contract.model_files import COPY, end_ids, end_problems, read_generation_config
+from edge0_runtime.contract.model_files import COPY, end_ids, end_problems, read_generation_config, tokenizer_of
 from edge0_runtime.libraries import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 if TYPE_CHECKING:
@@ -34,15 +34,9 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedToke
     library can't make a tokenizer of them, or where the chat template fails on one question.
     """
     known = _configuration(directory, config)
-    try:
-        # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), config=known, local_files_only=True, trust_remote_code=False
-        )
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tokenizers' Rust part
-            raise
-        raise Edge0Error(f"{directory}: its tokenizer can't be loaded: {one_line(error)}; {COPY}") from error
+    # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
+    options = {"config": known, "local_files_only": True, "trust_remote_code": False}
+    tokenizer = tokenizer_of(directory, lambda: AutoTokenizer.from_pretrained(str(directory), **options), COPY)
     if tokenizer.chat_template:
         try:
             chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])

@@ -24,10 +24,12 @@ from edge0_train.base.load import parameter_shapes
 from edge0_train.base.shards import check_new
 from edge0_train.base.weights import MlxWeights
 from edge0_train.build import check_card, sketch_student
+from edge0_train.checkpoint import KEEP
 from edge0_train.config import ONE_PROMPT, PHASES, Config, command, examples, fetch_teacher
 from edge0_train.data.counts import Rows
 from edge0_train.data.prompts import Prompts, load_prompts
 from edge0_train.data.rows import read_card
+from edge0_train.data.sources import READ
 from edge0_train.fit import with_settings, would_fit
 from edge0_train.losses import ON_POLICY_LOSSES
 from edge0_train.machine import disk_free, gpus, has_gpu, limits
@@ -35,8 +37,8 @@ from edge0_train.memory import GIB, phase_need
 from edge0_train.run import is_unused
 from edge0_train.teacher import check_teacher
 
-FILES = (".jsonl", ".json", ".gz", ".parquet")
-KEPT_STATES = 3
+FILES = (*READ, ".gz")
+KEPT_STATES = KEEP + 1
 """Checkpoints of a training that lie on the disk at one time, the one being written among them."""
 
 
@@ -199,7 +201,7 @@ def _prompts(config: Config) -> Iterator[str]:
     source = config.text.prompts
     if source.partition(":")[0] == "tasks":
         _load_prompts(config, 1)
-    elif Path(source).suffix in FILES and not Path(source).is_file():
+    elif source.endswith(FILES) and not Path(source).is_file():
         yield f"text.prompts: {source} does not exist; write it, with lines such as {ONE_PROMPT}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edge0_runtime.contract.files import shown
+from edge0_runtime.contract.model_files import text_config
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -32,15 +33,13 @@ WITHOUT_EFFECT = frozenset(
 _QUANTISATION = ("group_size", "bits", "mode")
 
 
-def mathematical_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def mathematical_fields(config: dict[str, Any]) -> dict[str, Any]:
     """{field: value} of all that may change what a config.json's language model computes.
 
     Nested fields are named by dots. A null counts as absent. `quantization.*` are the general values; those of single modules
     are in the fingerprint.
     """
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else config
-    fields = flat({name: value for name, value in text.items() if name not in WITHOUT_EFFECT})
+    fields = flat({name: value for name, value in text_config(config).items() if name not in WITHOUT_EFFECT})
     quantization = config.get("quantization") or config.get("quantization_config")
     if isinstance(quantization, Mapping):
         fields |= flat({name: quantization.get(name) for name in _QUANTISATION}, "quantization.")

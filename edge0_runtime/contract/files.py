@@ -86,9 +86,14 @@ def read_bytes(path: Path, at_most: int = MAX_JSON) -> bytes:
             data = b"" if size > at_most else file.read(at_most + 1)
         except OSError as error:
             raise Edge0Error(f"{path}: cannot be read: {error.strerror or error}") from error
-    if max(size, len(data)) > at_most:
-        raise Edge0Error(f"{path}: has {size:,} bytes, more than the {at_most:,} of any such file; is it another file?")
+    check_size(path, max(size, len(data)), at_most)
     return data
+
+
+def check_size(path: Path, size: int, at_most: int) -> None:
+    """Raise Edge0Error when a file of `size` bytes has more than `at_most`."""
+    if size > at_most:
+        raise Edge0Error(f"{path}: has {size:,} bytes, more than the {at_most:,} of any such file; is it another file?")
 
 
 def read_text(path: Path, at_most: int = MAX_JSON) -> str:

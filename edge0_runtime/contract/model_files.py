@@ -10,12 +10,14 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import (
     MAX_TOKENIZER,
     MAX_TOKENIZER_VALUES,
+    check_size,
+    one_line,
     open_regular,
     raise_problems,
     read_json,
@@ -44,6 +46,7 @@ OPENED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_cha
 HOTTEST = 1e30
 """Of temperatures: computed in float32, where some orders of magnitude more are infinite."""
 
+T = TypeVar("T")
 Rule = tuple[Callable[[Any], bool], str]
 SAMPLING: Mapping[str, Rule] = {
     "temperature": (lambda value: 0 <= value <= HOTTEST, f"at least 0 and at most {HOTTEST:g}"),
@@ -97,6 +100,16 @@ def check_library_files(directory: Path) -> None:
     )
 
 
+def tokenizer_of(directory: Path, load: Callable[[], T], fix: str) -> T:
+    """What a library's `load` makes of a directory's tokenizer files; Edge0Error, ending with `fix`, for whatever it raises."""
+    try:
+        return load()
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tokenizers' Rust part
+            raise
+        raise Edge0Error(f"{directory}: its tokenizer can't be loaded: {one_line(error)}; {fix}") from error
+
+
 def read_generation_config(directory: Path) -> dict[str, Any]:
     """generation_config.json, {} where there is none; end tokens and sampling checked, values that are null left out.
 
@@ -145,7 +158,4 @@ def _too_many_tokens(path: Path, fields: Mapping[str, Any]) -> list[str]:
 def _check_size(path: Path) -> None:
     with open_regular(path) as file:
         size = file.seek(0, 2)
-    if size > MAX_TOKENIZER:
-        raise Edge0Error(
-            f"{path}: has {size:,} bytes, more than the {MAX_TOKENIZER:,} of any such file; is it another file?"
-        )
+    check_size(path, size, MAX_TOKENIZER)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import one_line, unquoted
-from edge0_runtime.contract.model_files import check_library_files, end_ids, read_generation_config
+from edge0_runtime.contract.model_files import check_library_files, end_ids, read_generation_config, tokenizer_of
 from edge0_runtime.contract.prompts import chat_ids
 from edge0_runtime.contract.tier import Tier
 from edge0_train.data.conversations import Prompt, Refused
@@ -35,15 +35,13 @@ class Chat:
         if not (Path(directory) / "tokenizer.json").is_file():
             raise Edge0Error(f"{directory}: has no tokenizer.json; give a model directory with its tokenizer")
         check_library_files(Path(directory))
-        try:
-            # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # the library raises many types, all for files that are not as they should be
-            raise Edge0Error(
-                f"{directory}: its tokenizer cannot be loaded ({one_line(error)}); download its files again"
-            ) from error
+        # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
+        options = {"local_files_only": True, "trust_remote_code": False}
+        self.tokenizer: Any = tokenizer_of(
+            Path(directory),
+            lambda: AutoTokenizer.from_pretrained(str(directory), **options),
+            "download its files again",
+        )
         if not self.tokenizer.chat_template:
             raise Edge0Error(f"{directory}: has no chat template (chat_template.jinja); add the model's")
         self.end_ids = _end_ids(Path(directory), self.tokenizer)
