@@ -64,6 +64,7 @@ class Proposal:
             "scaling": 1.0,
             "renormalise": True,
             "mass_k": 0,
+            "sticky": {"bias": 0.0, "window": 0},
         }
         data["router"] = {key: value for key, value in data["router"].items() if key == "kind" or value != plain[key]}
         data |= {name: {"first": data[name][0], "last": data[name][-1]} for name in ("owners", "consumers")}

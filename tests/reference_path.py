@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from edge0_runtime.contract.tier import Router, Tier
+from edge0_runtime.contract.tier import Router, Sticky, Tier
 from edge0_train.data.rows import TextRow
 from edge0_train.student import PrerouterHeads, StudentPath
 from tests.twins import TWINS
@@ -56,6 +56,13 @@ VARIANTS |= {
     "ling": LING,
     "ling-executed-gate": dataclasses.replace(LING, feature_topk="executed", first_token="gate"),
 }
+VARIANTS |= {
+    f"{name}-sticky": dataclasses.replace(
+        VARIANTS[name], router=dataclasses.replace(VARIANTS[name].router, sticky=Sticky(bias, window))
+    )
+    for name, bias, window in (("35b", 2.0, 2), ("8b", 1.5, 3), ("ling", 3.0, 4), ("token-aware-gate", 1.0, 1))
+}
+STICKY = tuple(name for name in VARIANTS if name.endswith("sticky"))
 TOKEN_AWARE = ("token-aware-gate", "token-aware-predicted")
 ROWS = [(1, 7), (2, 6), (5, 5), (6, 1)]  # (prompt, completion) lengths
 
@@ -101,7 +108,7 @@ class Reference:
             logits, chosen = own_logits[t], own
             if self.predicted[t] and layer in tier.consumers:
                 logits = self.head_logits[layer - 1][t - 1]
-                chosen = choose(tier.router, logits, tier.k, None)
+                chosen = choose(tier.router, self._with_bonus(layer, logits), tier.k, None)
             self.chosen[layer].append(chosen)
             self.weights[layer].append(mix(tier.router, logits, chosen))
             if layer in tier.owners:
@@ -115,6 +122,12 @@ class Reference:
             return own_logits, torch.stack(self.weights[layer]), torch.tensor(self.chosen[layer])
 
         return route
+
+    def _with_bonus(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by at the newest position: its own history of choices is `chosen` so far."""
+        bias, window = self.tier.router.sticky.bias, self.tier.router.sticky.window
+        recent = {expert for chosen in self.chosen[layer][-window:] for expert in chosen} if window else set()
+        return torch.tensor([value + bias * (e in recent) for e, value in enumerate(logits.tolist())])
 
     def _next_token(self, t: int) -> torch.Tensor:
         """What a token-aware head sees of input t + 1; what follows the last input is never used."""

@@ -44,6 +44,11 @@ def upstream_problems(adapter: Adapter) -> list[str]:
         problems.append(
             f"router.mass_k is {tier.router.mass_k}: weights are divided by a wider mass; it divides by that of the K chosen"
         )
+    if tier.router.sticky:
+        problems.append(
+            f"router.sticky is bias {tier.router.sticky.bias:g}, window {tier.router.sticky.window}: experts that ran a moment"
+            " ago are preferred; it chooses by the prediction alone"
+        )
     problems += upstream_head_problems(tier.head, tier.head_inputs)
     own = _engine(tier)
     if own is None:

@@ -26,6 +26,23 @@ SETTINGS = "settings"
 
 
 @dataclass(frozen=True)
+class Sticky:
+    """Predicted routing that is kind to the disk: a bonus for experts that the layer ran a moment ago (docs/method.md 1.7).
+
+    Attributes:
+        bias: added to a prediction's logits of those experts, in nats; 0: off.
+        window: how many inputs back the layer's runs count, own gates and the prompt included; 0: off.
+    """
+
+    bias: float = 0.0
+    window: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether it changes anything."""
+        return self.window > 0
+
+
+@dataclass(frozen=True)
 class Router:
     """How logits become experts and weights (docs/method.md 1.2).
 
@@ -38,6 +55,7 @@ class Router:
         mass_k: softmax_topk only: weights are divided by the mass of the `mass_k` likeliest experts instead of by that of the K
             chosen, so that what was not chosen still counts; 0: by the K chosen. Not in the public project; absent in
             older files. A rule of the served K: the teacher, and a base at another K, know nothing of it.
+        sticky: of predicted inputs only. Not in the public project; absent in older files.
     """
 
     kind: str
@@ -46,11 +64,12 @@ class Router:
     scaling: float = 1.0
     renormalise: bool = True
     mass_k: int = 0
+    sticky: Sticky = Sticky()
 
     @property
     def plain(self) -> Router:
         """The rule of the base itself."""
-        return dataclasses.replace(self, mass_k=0)
+        return dataclasses.replace(self, mass_k=0, sticky=Sticky())
 
 
 @dataclass(frozen=True)
@@ -201,6 +220,8 @@ class Tier:
         if not isinstance(data["architecture"], Mapping):
             raise Edge0Error(f"tier.architecture: {data['architecture']!r} is not a mapping of fields to values")
         router, lora = data["router"], data["lora"]
+        sticky = router.get("sticky", {})
+        check_fields("tier.router.sticky", Sticky, sticky)
         tier = cls(
             name=text("name", data["name"]),
             model=text("model", data["model"]),
@@ -214,6 +235,10 @@ class Tier:
                 scaling=positive("router.scaling", router.get("scaling", 1.0)),
                 renormalise=flag("router.renormalise", router.get("renormalise", True)),
                 mass_k=count("router.mass_k", router.get("mass_k", 0), least=0),
+                sticky=Sticky(
+                    bias=positive("router.sticky.bias", sticky["bias"]) if sticky.get("bias", 0) != 0 else 0.0,
+                    window=count("router.sticky.window", sticky.get("window", 0), least=0),
+                ),
             ),
             feature_topk=data["feature_topk"],
             first_token=data["first_token"],

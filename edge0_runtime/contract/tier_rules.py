@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1024
 """Bound on what a stranger's file may ask us to build."""
+MAX_WINDOW = 64
+"""Bound on `Sticky.window`: as many sets are carried from token to token."""
 ROUTER_KINDS = ("softmax_topk", "sigmoid_group")
 
 
@@ -65,6 +67,7 @@ def _check_router(tier: Tier) -> None:
             f"tier.router.mass_k: {router.mass_k} must be 0, or with softmax_topk from k = {tier.k} to the"
             f" {tier.num_experts} experts"
         )
+    _check_sticky(tier)
     if router.kind == "sigmoid_group" and tier.num_experts % router.n_group:
         raise Edge0Error(f"tier.router.n_group: {router.n_group} does not divide {tier.num_experts} experts")
     if not 1 <= router.topk_group <= router.n_group:
@@ -73,6 +76,24 @@ def _check_router(tier: Tier) -> None:
     if tier.k > group_room:
         raise Edge0Error(
             f"tier.k: {tier.k} does not fit the {group_room} experts of topk_group = {router.topk_group} groups"
+        )
+
+
+def _check_sticky(tier: Tier) -> None:
+    router, sticky = tier.router, tier.router.sticky
+    if bool(sticky.bias) != bool(sticky.window) or sticky.window > MAX_WINDOW:
+        raise Edge0Error(
+            f"tier.router.sticky: bias {sticky.bias:g} and window {sticky.window} must both be 0, or a bias above 0 and a"
+            f" window in 1..{MAX_WINDOW}"
+        )
+    if sticky and router.mass_k:
+        raise Edge0Error(
+            f"tier.router.sticky: a chosen expert may lie outside router.mass_k = {router.mass_k}; set one of both to 0"
+        )
+    if sticky and router.kind == "softmax_topk" and not router.renormalise:
+        raise Edge0Error(
+            "tier.router.sticky: mlx-lm's block takes weights that aren't renormalised from the logits that choose;"
+            " it needs router.renormalise = true"
         )
 
 

@@ -20,6 +20,7 @@ class PhaseFacts:
         defaults: {setting: value} where the phase's own default is not the one of the map of all settings.
         trains: it runs the optimizer loop: a W&B run is opened.
         records_inputs: its run directory says in inputs.json what it was made from.
+        goes_on: it trains on from files of a tier that may differ in name and stickiness.
         alone: it is one process's work: the other ranks wait.
         in_chain: it belongs to the default of `chain`, in the order of this table.
         stage: the name of what it has made in the table of phase=evaluate; empty: `+ <name of the phase>`.
@@ -32,6 +33,7 @@ class PhaseFacts:
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     trains: bool = False
     records_inputs: bool = False
+    goes_on: bool = False
     alone: bool = False
     in_chain: bool = True
     stage: str = ""
@@ -66,6 +68,7 @@ PHASES: dict[str, PhaseFacts] = {
         writes=("prerouter", "heads below root"),
         trains=True,
         records_inputs=True,
+        goes_on=True,
         stage="+ refinement",
     ),
     "student_sft": PhaseFacts(
@@ -75,6 +78,7 @@ PHASES: dict[str, PhaseFacts] = {
         defaults={"inputs.lora": ""},
         trains=True,
         records_inputs=True,
+        goes_on=True,
         stage="+ SFT",
     ),
     "on_policy": PhaseFacts(

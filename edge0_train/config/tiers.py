@@ -184,7 +184,7 @@ class TierSource(ConfigSource):
         if group == "settings":
             return tier_settings(phase, tier, Path(self.path), config_directory(), *_user_directories.get())
         node, _ = read_tier_file(file)
-        # tier.head=... and tier.router.mass_k=16 need no +, though the file may lack them; `Tier.from_dict` knows the fields.
+        # tier.head=... and tier.router.sticky.bias=2 need no +, though the file may lack them; `Tier.from_dict` knows the fields.
         for part in (node.get("router"), node):
             if isinstance(part, DictConfig):
                 OmegaConf.set_struct(part, False)

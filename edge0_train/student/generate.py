@@ -116,6 +116,7 @@ def _routing(
         k=path.tier.k,
         predicted_BT=torch.full((rows, width), by_head, device=mask_BT.device),
         previous_valid_BT=valid_BT,
+        begin_BT=mask_BT.cumsum(-1) * mask_BT == 1 if step == 0 else None,
         state=state,
     )
 

@@ -24,6 +24,7 @@ from edge0_train.base.families import cpu_options
 from edge0_train.student.heads import PrerouterHeads, inputs_before, inputs_of_token
 from edge0_train.student.packing import Documents, isolate_documents
 from edge0_train.student.router import multi_hot, select, weigh
+from edge0_train.student.sticky import Choices, choose, never
 
 
 @dataclass
@@ -33,10 +34,12 @@ class PrerouterState:
     Attributes:
         features: [B, F]; what a head sees of this input when it routes the next one.
         routing: [B, E]; the routing alone, as a multi-hot.
+        since: consumer -> [B, E]; of a sticky tier, how many inputs ago an expert last ran (sticky.py).
     """
 
     features: dict[int, torch.Tensor] = field(default_factory=dict)
     routing: dict[int, torch.Tensor] = field(default_factory=dict)
+    since: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 Pair = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -55,6 +58,7 @@ class RoutingPass:
         predicted_BT: bool; inputs routed by prediction. None: every layer keeps its own gate.
         previous_valid_BT: bool; inputs whose previous one-hot is input t-1's routing rather than zeros.
         start_BT: bool; first inputs of the documents packed into a row. None: one document a row.
+        begin_BT: bool; the rows' first inputs where padding lies before them. None: there is none.
         capture: keep the owners' features and all routers' logits, to look at them afterwards.
         keep_logits: keep all routers' logits without the features, which are many times larger.
         pair: called in the forward with (owner, its features [B, T, F], layer owner + 1's router logits [B, T, E]) as soon as
@@ -71,6 +75,7 @@ class RoutingPass:
     predicted_BT: torch.Tensor | None = None
     previous_valid_BT: torch.Tensor | None = None
     start_BT: torch.Tensor | None = None
+    begin_BT: torch.Tensor | None = None
     capture: bool = False
     keep_logits: bool = False
     pair: Pair | None = None
@@ -191,8 +196,7 @@ class StudentPath:
                 predicted_NE = routing.predictions[layer - 1].flatten(0, 1)
                 routed_by_NE = torch.where(by_head_N1, predicted_NE, routed_by_NE)
                 if not recomputing:
-                    by_head_NK = select(self.tier.router, predicted_NE, routing.k)
-                    indices_NK = torch.where(by_head_N1, by_head_NK, own_NK)
+                    indices_NK = self._chosen(layer, own_NK, routing)
             served = routing.k == self.tier.k
             weights_NK = weigh(self.tier.router if served else self.tier.router.plain, routed_by_NE, indices_NK)
 
@@ -212,6 +216,27 @@ class StudentPath:
             return logits_NE, weights_NK.to(output[1].dtype), indices_NK
 
         return route
+
+    def _chosen(self, layer: int, own_NK: torch.Tensor, routing: RoutingPass) -> torch.Tensor:
+        """What a consumer runs: its head's choice where that routes, `own_NK` elsewhere; int64 [N, K]."""
+        assert routing.predicted_BT is not None
+        router, predicted_BTE = self.tier.router, routing.predictions[layer - 1]
+        if not router.sticky:
+            by_head_NK = select(router, predicted_BTE.flatten(0, 1), routing.k)
+            return torch.where(routing.predicted_BT.flatten()[:, None], by_head_NK, own_NK)
+        since_BE = routing.state.since.get(layer) if routing.state else None
+        first_BT = routing.start_BT if routing.begin_BT is None else routing.begin_BT
+        choices = Choices(
+            predicted_BTE,
+            own_NK.unflatten(0, self._batch_shape),
+            routing.predicted_BT,
+            torch.zeros_like(routing.predicted_BT) if first_BT is None else first_BT,
+            never(router, predicted_BTE[:, 0]) if since_BE is None else since_BE,
+        )
+        ran_BTK, since_BE = choose(router, choices)
+        if routing.state:
+            routing.state.since[layer] = since_BE
+        return ran_BTK.flatten(0, 1)
 
     def _publish(
         self, owner: int, hidden: torch.Tensor, indices_NK: torch.Tensor, routing: RoutingPass, keep: bool

@@ -60,7 +60,7 @@ def test_tiers_gives_the_published_numbers_of_8b(run):
     assert (data["lora_file"]["pairs"], data["lora_file"]["payload_bytes"]) == (153, 16_379_904)
     assert data["owners"] == list(range(7, 23)) and data["consumers"] == list(range(8, 24))
     rule = {"kind": "sigmoid_group", "n_group": 8, "topk_group": 4, "scaling": 2.5}
-    assert data["router"] == rule | {"renormalise": True, "mass_k": 0}
+    assert data["router"] == rule | {"renormalise": True, "mass_k": 0, "sticky": {"bias": 0.0, "window": 0}}
     assert (data["feature_topk"], data["first_token"]) == ("teacher", "predicted")
 
 

@@ -18,6 +18,7 @@ from edge0_train.student.generate import StepRecord
 from tests.reference_path import (
     BASE_K,
     LING,
+    STICKY,
     TIER,
     TOKEN_AWARE,
     VARIANTS,
@@ -60,7 +61,7 @@ def test_parallel_pass_equals_decoding_token_by_token(adapted, name):
     assert total > 20 and differing > total / 3, "the heads agree with the gates: the test would prove nothing"
 
 
-@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", *TOKEN_AWARE])
+@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", *TOKEN_AWARE, *STICKY])
 def test_several_replies_in_one_row(adapted, name):
     """Each run of decoded inputs is a reply of its own; also one that starts at input 0 and a prompt of one token between two."""
     path, reference = make(adapted, VARIANTS[name])
@@ -154,7 +155,8 @@ def test_warm_started_heads_apply_the_next_router_and_nothing_else(base, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["35b", "teacher-predicted", "8b", "sigmoid-executed-gate", "ling", "ling-executed-gate", *TOKEN_AWARE]
+    "name",
+    ["35b", "teacher-predicted", "8b", "sigmoid-executed-gate", "ling", "ling-executed-gate", *TOKEN_AWARE, *STICKY],
 )
 def test_generate_equals_the_parallel_pass(adapted, name):
     """Ragged prompts, left padding, cache: the same ids, executed sets and logits at every step."""
@@ -241,7 +243,7 @@ def test_sampling_follows_the_models_distribution(adapted):
 # -- (c) rows do not see each other ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["35b", "8b", "ling", *TOKEN_AWARE])
+@pytest.mark.parametrize("name", ["35b", "8b", "ling", *TOKEN_AWARE, *STICKY])
 def test_a_row_of_a_batch_equals_the_row_alone(adapted, name):
     path, _ = make(adapted, VARIANTS[name])
     rows = text_rows()

@@ -11,6 +11,7 @@ import torch
 from edge0_train.data.rows import TextRow, collate
 from edge0_train.student import StudentPath
 from tests.reference_path import (
+    STICKY,
     TIER,
     TOKEN_AWARE,
     VARIANTS,
@@ -93,7 +94,7 @@ def experts_calls(path: StudentPath) -> Iterator[dict[int, list[torch.Tensor]]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("name", ["35b", "8b", "ling", *TOKEN_AWARE])
+@pytest.mark.parametrize("name", ["35b", "8b", "ling", *TOKEN_AWARE, *STICKY])
 def test_gradient_checkpointing_gives_the_same_gradients_and_experts(adapted, name):
     path, _ = make(adapted, VARIANTS[name])
     row = text_rows([(3, 7)])[0]

@@ -7,6 +7,7 @@ import torch
 
 from edge0_train.data.rows import Batch, collate
 from tests.reference_path import (
+    STICKY,
     TOKEN_AWARE,
     VARIANTS,
     as_sets,
@@ -21,7 +22,7 @@ PACKED = [(1, 7), (2, 2), (1, 1), (5, 5), (2, 1), (3, 6), (1, 2)]
 """Rows shorter than the short convolution's kernel among them."""
 
 
-@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", "ling", *TOKEN_AWARE])
+@pytest.mark.parametrize("name", ["35b", "executed-predicted", "8b", "ling", *TOKEN_AWARE, *STICKY])
 def test_packed_rows_equal_decoding_each_alone(adapted, name):
     """Nothing crosses a document's boundary: attention, delta rule, short convolution, prerouter shift, one-hots."""
     path, reference = make(adapted, VARIANTS[name])
