@@ -75,12 +75,15 @@ def describe_inputs(config: Config) -> str:
 
 
 def read_input(config: Config, kind: Kind, value: str) -> Adapter | None:
-    """The adapter at `value`: a file, or a run directory that holds the tier's file; None for an empty value."""
+    """The adapter at `value`: a file, or a run directory that holds the tier's or a single one; None for an empty value."""
     if not value:
         return None
     path = Path(value)
     if path.is_dir():
+        theirs = sorted(path.glob(f"{kind}_edge0_*.safetensors"))
         path = path / config.tier.file_name(kind)
+        if not path.is_file() and len(theirs) == 1:
+            path = theirs[0]
     if not path.is_file():
         raise Edge0Error(f"inputs.{kind}: {path} does not exist; run the phase that writes it, or set inputs.{kind}")
     adapter = read_adapter(path, kind, fallback_tier=config.tier)

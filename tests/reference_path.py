@@ -60,7 +60,7 @@ VARIANTS |= {
     f"{name}-sticky": dataclasses.replace(
         VARIANTS[name], router=dataclasses.replace(VARIANTS[name].router, sticky=Sticky(bias, window))
     )
-    for name, bias, window in (("35b", 2.0, 2), ("8b", 1.5, 3), ("ling", 3.0, 4), ("token-aware-gate", 1.0, 1))
+    for name, bias, window in (("35b", 2.0, 2), ("8b", 6.0, 3), ("ling", 3.0, 4), ("token-aware-gate", 1.0, 1))
 }
 STICKY = tuple(name for name in VARIANTS if name.endswith("sticky"))
 TOKEN_AWARE = ("token-aware-gate", "token-aware-predicted")

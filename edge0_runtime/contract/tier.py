@@ -199,8 +199,11 @@ class Tier:
         return tensors
 
     def file_name(self, kind: str) -> str:
-        """Name of an adapter file in the model directory; `kind` is prerouter or lora."""
-        return f"{kind}_edge0_{self.name}.safetensors"
+        """Name of an adapter file in the model directory; `kind` is prerouter or lora.
+
+        A sticky tier's has a name of its own: the public runtime reads no metadata, and would serve it by another rule.
+        """
+        return f"{kind}_edge0_{self.name}{'-sticky' * bool(self.router.sticky)}.safetensors"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON/YAML data; `Tier.from_dict` reads it back."""

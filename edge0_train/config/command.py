@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.base_config import flat
+from edge0_runtime.contract.tier import Tier, read_tier
 from edge0_train.config.fields import Config, all_settings, value_of
 from edge0_train.config.phases import PHASES
-from edge0_train.config.tiers import config_directory, tier_file, tier_settings, user_directories
+from edge0_train.config.tiers import config_directory, load_yaml, tier_file, tier_settings, user_directories
 
 ALIKE = ("hardware.name", "root", "base.directory", "base.device", "base.dtype")
 """What all phases of a training must have alike."""
@@ -46,7 +48,7 @@ def command(config: Config, phase: str, *more: str) -> str:
     """The whole command line of another phase of `config`'s training, ready to be pasted; `more` are overrides that win."""
     given = {override.partition("=")[0] for override in more}
     usual = _usual(config, phase)
-    words = [f"phase={phase}", f"tier={config.tier.name}"]
+    words = [f"phase={phase}", f"tier={config.tier.name}", *_changed(config.tier)]
     for name in (*ALIKE, *(setting for what in PHASES[phase].reads for setting in READ.get(what, ()))):
         value = value_of(config, name)
         if value and value != usual(name) and name not in given:
@@ -56,6 +58,23 @@ def command(config: Config, phase: str, *more: str) -> str:
     own = [] if tier_file(config.tier.name, config_directory()) else [str(place) for place in user_directories()][:1]
     flags = [word for place in own for word in ("--config-dir", place)]
     return shlex.join(["python", "-m", "edge0_train", *flags, *words, *more])
+
+
+def _changed(tier: Tier) -> list[str]:
+    """What a tier has otherwise than its file, as overrides."""
+    file = tier_file(tier.name, config_directory(), *user_directories())
+    if file is None:
+        return []
+    written, usual = load_yaml(file), flat(read_tier(str(file)).to_dict())
+    words = []
+    for name, value in flat(tier.to_dict()).items():
+        if value == usual.get(name):
+            continue
+        if isinstance(OmegaConf.select(written, name), DictConfig):  # a run of layers
+            words += [f"tier.{name}.first={value[0]}", f"tier.{name}.last={value[-1]}"]
+        else:
+            words.append(f"tier.{name}={quoted(value) if isinstance(value, str) else json.dumps(value)}")
+    return words
 
 
 def quoted(value: str) -> str:

@@ -72,7 +72,7 @@ def fixed_point(router: Router, choices: Choices) -> tuple[torch.Tensor, torch.T
     k, by_head_BT1 = choices.own_BTK.shape[-1], choices.by_head_BT[..., None]
     ran_BTK = torch.where(by_head_BT1, _flat_select(router, choices.predicted_BTE, None, k), choices.own_BTK)
     while True:
-        since_BTE = _since(router, choices, ran_BTK)
+        since_BTE = since_before(router, choices, ran_BTK)
         again_BTK = _flat_select(router, choices.predicted_BTE, since_BTE[:, :-1], k)
         again_BTK = torch.where(by_head_BT1, again_BTK, choices.own_BTK)
         if torch.equal(again_BTK, ran_BTK):
@@ -80,7 +80,7 @@ def fixed_point(router: Router, choices: Choices) -> tuple[torch.Tensor, torch.T
         ran_BTK = again_BTK
 
 
-def _since(router: Router, choices: Choices, ran_BTK: torch.Tensor) -> torch.Tensor:
+def since_before(router: Router, choices: Choices, ran_BTK: torch.Tensor) -> torch.Tensor:
     """`since` before every input, and after the last: int16 [B, T + 1, E]."""
     never_yet = router.sticky.window + 1
     rows, tokens, experts = choices.predicted_BTE.shape

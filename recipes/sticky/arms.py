@@ -1,0 +1,43 @@
+"""What is trained: a served K and a stickiness, refined, by SFT and on-policy on the path that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the curve: K, `tier.router.sticky` (bias 0: none), and what bends it (bends.py; "": nothing)."""
+
+    k: int
+    bias: float = 0.0
+    window: int = 0
+    bend: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """`4`, `4:2,2` or `4:2,2+grow`: K, behind a colon bias and window, behind a plus a bend."""
+        text, _, bend = text.partition("+")
+        k, _, rule = text.partition(":")
+        bias, _, window = rule.partition(",")
+        return cls(int(k), float(bias or 0), int(window or 0), bend)
+
+    @property
+    def name(self) -> str:
+        """The arm's directory below that of its seed."""
+        return f"k{self.k}" + f"-b{self.bias:g}w{self.window}" * bool(self.window) + f"+{self.bend}" * bool(self.bend)
+
+    def overrides(self) -> list[str]:
+        """What the arm changes in its tier, as on the command line."""
+        return [
+            f"tier.k={self.k}", f"tier.router.sticky.bias={self.bias:g}", f"tier.router.sticky.window={self.window}"
+        ]  # fmt: skip
+
+    @property
+    def plain(self) -> Arm:
+        """The same K without stickiness."""
+        return Arm(self.k)
+
+
+CURVE = ("4", "4:1,2", "4:1.5,2", "4:2,2", "4:2,4", "4:3,4", "8", "8:2,2", "8:3,4", "2", "2:2,2", "2:3,4")
+BENT = ("4:2,2+grow", "4:2,2+rise", "4:2,2+fall", "4:2,2+penalty.02", "4:2,2+tail.2", "4+tail.2")
