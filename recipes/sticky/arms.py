@@ -34,10 +34,30 @@ class Arm:
         ]  # fmt: skip
 
     @property
+    def sft(self) -> list[str]:
+        """What SFT has otherwise, as on the command line."""
+        return [TRAINED[part] for part in self.bend.split("-") if part in TRAINED]
+
+    @property
     def plain(self) -> Arm:
-        """The same K without stickiness."""
-        return Arm(self.k)
+        """The same K without stickiness, trained as long."""
+        return Arm(self.k, bend=self.bend if self.sft else "")
 
 
+TRAINED = {"long": "optim.steps=720", "joint": "heads.joint_lr=1.0"}
+"""{bend: what SFT has otherwise}; `+long-joint` is both."""
 CURVE = ("4", "4:1,2", "4:1.5,2", "4:2,2", "4:2,4", "4:3,4", "8", "8:2,2", "8:3,4", "2", "2:2,2", "2:3,4")
-BENT = ("4:2,2+grow", "4:2,2+rise", "4:2,2+fall", "4:2,2+penalty.02", "4:2,2+tail.2", "4+tail.2")
+BENT = (
+    "4+long",
+    "4:2,2+long",
+    "4+joint",
+    "4:2,2+joint",
+    "4+long-joint",
+    "4:2,2+long-joint",
+    "4:2,2+grow",
+    "4:2,2+rise",
+    "4:2,2+fall",
+    "4:2,2+penalty.02",
+    "4:2,2+tail.2",
+    "4+tail.2",
+)

@@ -27,7 +27,6 @@ from edge0_train.student.sticky import Choices, since_before
 READ = "experts_read"
 """Attribute of a path: {layer: [B, T, K]}, what is read of the last pass, where that isn't what ran."""
 GROW = "grow"
-NAMES = (GROW, "rise", "fall", "penalty", "tail")
 
 
 @contextmanager

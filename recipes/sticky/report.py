@@ -94,7 +94,7 @@ def rows(found: dict[Arm, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
         for size in (4, 8, 12, 16):
             values = [m[f"misses {size}"] for m in means if f"misses {size}" in m]
             line[f"LRU {size}"] = round(statistics.fmean(values), 2) if values else None
-        plain = found.get(arm.plain)
+        plain = found.get(arm.plain) or found.get(Arm(arm.k))
         twice = f"LRU {2 * arm.k}" if arm.k > 2 else "LRU 4"
         if plain and plain.keys() & seeds.keys():
             shared = [s["mean"] for n, s in plain.items() if n in seeds]

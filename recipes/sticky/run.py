@@ -71,14 +71,15 @@ class Seed:
 
     def train(self, arm: Arm) -> None:
         """First heads once a K, then the arm's own phases."""
-        heads = self.root / arm.plain.name / "head_distill"
-        run_once("head_distill", heads, *self._common(heads.parent), *arm.plain.overrides())
+        first = Arm(arm.k)
+        heads = self.root / first.name / "head_distill"
+        run_once("head_distill", heads, *self._common(heads.parent), *first.overrides())
         root = self.root / arm.name
         with bent(arm.bend):
             for phase in STAGES:
                 more = [f"inputs.prerouter={heads}"] * (phase == "head_refine")
-                if phase == "student_sft" and arm.bend == GROW:
-                    more = self._grown(arm)
+                if phase == "student_sft":
+                    more = self._grown(arm) if arm.bend == GROW else arm.sft
                 run_once(phase, root / phase, *self._common(root), *arm.overrides(), *more)
 
     def _grown(self, arm: Arm) -> list[str]:

@@ -84,7 +84,15 @@ def test_an_arms_name_tells_it(text: str) -> None:
     arm = Arm.parse(text)
     assert len({Arm.parse(other).name for other in (*CURVE, *BENT)}) == len({*CURVE, *BENT})
     assert (arm.k, arm.bias, arm.window) == (arm.k, *((0.0, 0) if ":" not in text else (arm.bias, arm.window)))
-    assert dataclasses.replace(arm, bend="", bias=0.0, window=0) == arm.plain
+    assert dataclasses.replace(arm, bend="", bias=0.0, window=0) == Arm(arm.k) and arm.plain.sft == arm.sft
+
+
+def test_training_otherwise_is_said_to_sft_alone(ran: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], "4:2,2+long-joint", *sys.argv[-2:]])
+    recipe.main()
+    assert [(c.phase, c.optim.steps, c.heads.joint_lr) for c in ran[-3:]] == [
+        ("head_refine", 600, 0.3), ("student_sft", 720, 1.0), ("on_policy", 24, 0.3)
+    ]  # fmt: skip
 
 
 def sequence(path: StudentPath) -> Any:
