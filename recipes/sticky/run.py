@@ -40,7 +40,7 @@ from recipes.sticky.report import report
 SHARED = ("quantize", "teacher_text")
 ROWS = 1024
 """Held-out: with nano's 256 the error of a mean KL is half of it."""
-STAGES = ("head_refine", "student_sft", "on_policy")
+MEASURED = ("student_sft", "on_policy")
 
 
 def main() -> None:
@@ -75,19 +75,23 @@ class Seed:
         heads = self.root / first.name / "head_distill"
         run_once("head_distill", heads, *self._common(heads.parent), *first.overrides())
         root = self.root / arm.name
+        # An arm that only SFT makes another starts from the refined heads of the one it is otherwise like.
+        refined = (self.root / replace(arm, bend="").name if arm.sft or arm.bend == GROW else root) / "head_refine"
         with bent(arm.bend):
-            for phase in STAGES:
-                more = [f"inputs.prerouter={heads}"] * (phase == "head_refine")
-                if phase == "student_sft":
-                    more = self._grown(arm) if arm.bend == GROW else arm.sft
-                run_once(phase, root / phase, *self._common(root), *arm.overrides(), *more)
+            run_once(
+                "head_refine", refined, *self._common(refined.parent), *arm.overrides(), f"inputs.prerouter={heads}"
+            )
+            from_refined = [f"inputs.prerouter={refined}", *arm.sft]
+            sft = self._grown(arm, from_refined) if arm.bend == GROW else from_refined
+            run_once("student_sft", root / "student_sft", *self._common(root), *arm.overrides(), *sft)
+            run_once("on_policy", root / "on_policy", *self._common(root), *arm.overrides())
 
-    def _grown(self, arm: Arm) -> list[str]:
+    def _grown(self, arm: Arm, start: list[str]) -> list[str]:
         """The first half of an SFT, under half the bias; returns the settings of the second."""
         root, half = self.root / arm.name, replace(arm, bias=arm.bias / 2)
         common = self._common(root)
         steps = f"optim.steps={configure_run('student_sft', root / 'student_sft', *common).optim.steps // 2}"
-        run_once("student_sft", root / "half", *common, *half.overrides(), steps)
+        run_once("student_sft", root / "half", *common, *half.overrides(), *start, steps)
         return [steps, *(f"inputs.{kind}={root / 'half'}" for kind in KINDS)]
 
     def measure(self, arm: Arm) -> None:
@@ -100,7 +104,7 @@ class Seed:
             bench = replace(self._opened(config, arm.bend), config=config)
         heads = load_heads(adapter_of(config, "prerouter", root / "student_sft"), "cpu")
         found: dict[str, Any] = {}
-        for phase in STAGES[1:]:
+        for phase in MEASURED:
             lora = adapter_of(config, "lora", root / phase).tensors
             with bent(arm.bend):
                 found[phase] = measure(bench, Stage(phase, heads=heads, lora=lora))

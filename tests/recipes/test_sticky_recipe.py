@@ -27,6 +27,7 @@ from tests.train.conftest import adapted, base, bases
 
 __all__ = ["adapted", "base", "bases"]
 
+STAGES = ("head_refine", "student_sft", "on_policy")
 STICKY = dataclasses.replace(TIER, router=dataclasses.replace(TIER.router, sticky=Sticky(2.0, 2)))
 
 
@@ -57,10 +58,10 @@ def test_arms_share_base_text_and_first_heads(ran: list[Config], tmp_path: Path)
         ("quantize", "quantize"),
         ("teacher_text", "seed0/teacher_text"),
         ("head_distill", "seed0/k4/head_distill"),
-        *((phase, f"seed0/k4/{phase}") for phase in recipe.STAGES),
+        *((phase, f"seed0/k4/{phase}") for phase in STAGES),
         ("head_distill", "seed0/k8/head_distill"),
-        *((phase, f"seed0/k8-b2w3/{phase}") for phase in recipe.STAGES),
-        ("head_refine", "seed0/k4-b2w2+grow/head_refine"),
+        *((phase, f"seed0/k8-b2w3/{phase}") for phase in STAGES),
+        ("head_refine", "seed0/k4-b2w2/head_refine"),
         ("student_sft", "seed0/k4-b2w2+grow/half"),
         ("student_sft", "seed0/k4-b2w2+grow/student_sft"),
         ("on_policy", "seed0/k4-b2w2+grow/on_policy"),
