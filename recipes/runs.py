@@ -21,9 +21,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_run(phase: str, directory: Path, *overrides: str) -> Config:
-    """The configuration of one nano run; an existing directory is continued. `overrides` as on the command line."""
+    """The configuration of one run, on nano unless `overrides`, as on the command line, name another tier.
+
+    An existing directory is continued.
+    """
+    tier = [] if any(override.startswith("tier=") for override in overrides) else ["tier=nano"]
     resume = str(directory.exists()).lower()
-    common = (f"phase={phase}", "tier=nano", f"run_dir={directory}", f"resume={resume}", "logger.wandb=disabled")
+    common = (f"phase={phase}", *tier, f"run_dir={directory}", f"resume={resume}", "logger.wandb=disabled")
     return configure(*common, *overrides)
 
 
