@@ -36,7 +36,7 @@ class Snapshot:
 
     Attributes:
         kv: the state of every entry of mlx-lm's prompt cache.
-        index, trail, features: of the last step. ran: layer -> [1, K], its last token's experts.
+        index, trail, features, since: of the last step. ran: layer -> [1, K], its last token's experts.
         nbytes: memory that the arrays take.
     """
 
@@ -44,6 +44,7 @@ class Snapshot:
     index: int
     trail: int | None
     features: Any
+    since: mx.array | None
     ran: Mapping[int, np.ndarray]
     nbytes: int
 
@@ -67,7 +68,13 @@ class Sequence:
         if snapshot is not None:
             for entry, state in zip(self._kv, snapshot.kv, strict=True):
                 entry.state = _copied(state)
-            self.last = Step(snapshot.index, trail=snapshot.trail, features=snapshot.features, ran=dict(snapshot.ran))
+            self.last = Step(
+                snapshot.index,
+                trail=snapshot.trail,
+                features=snapshot.features,
+                since=snapshot.since,
+                ran=dict(snapshot.ran),
+            )
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -152,12 +159,12 @@ class Sequence:
             mx.eval(self.last.logits_V)
         self._evaluate_state()
         self._settle()
-        kv = tuple(_copied(entry.state) for entry in self._kv)
-        arrays = _arrays(kv) + _arrays(self.last.features)
+        kv, last = tuple(_copied(entry.state) for entry in self._kv), self.last
+        arrays = _arrays([kv, last.features, last.since])
         mx.eval(arrays)
         nbytes = sum(array.nbytes for array in arrays)
-        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in self.last.ran.items()}
-        return Snapshot(kv, self.last.index, self.last.trail, self.last.features, ran, nbytes)
+        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in last.ran.items()}
+        return Snapshot(kv, last.index, last.trail, last.features, last.since, ran, nbytes)
 
     def close(self) -> None:
         """Give its memory back, whatever became of it; nothing is read for it any more."""
@@ -197,7 +204,7 @@ class Sequence:
 
     def _evaluate_state(self) -> None:
         assert self.last is not None
-        mx.eval([entry.state for entry in self._kv], _arrays(self.last.features))
+        mx.eval([entry.state for entry in self._kv], _arrays([self.last.features, self.last.since]))
 
     def _settle(self) -> None:
         """Everything built so far is evaluated, or will never wait.

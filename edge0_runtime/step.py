@@ -47,6 +47,7 @@ class Step:
         own: layer -> [<=2, K], what its own gate chooses at the last two tokens, where the arm keeps it; own_by: by which
             scores, as `Routing.scores`.
         features: what the arm leaves for the next step's foresight.
+        since: [consumers, E], what it leaves of a sticky tier beside them, the prompt's passes included (sticky.py).
         logits_V: after the pass's last token.
     """
 
@@ -70,6 +71,7 @@ class Step:
     own: dict[int, mx.array] = field(default_factory=dict)
     own_by: dict[int, Callable[[], mx.array] | None] = field(default_factory=dict)
     features: Any = None
+    since: mx.array | None = None
     logits_V: mx.array | None = None
 
     @property

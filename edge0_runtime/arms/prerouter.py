@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from edge0_runtime import sticky
 from edge0_runtime.arms import Parts
 from edge0_runtime.arms.lookahead import Lookahead
 from edge0_runtime.gates import Gate
@@ -62,7 +63,7 @@ class Prerouter(Lookahead):
         embedding_D = self.parts.embed(coming.token[None])[0]
         features: Features = last.features
         logits_OE = self._heads(features._asdict(), embedding_D)
-        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k)
+        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k, self._bonus(last))
         for index, layer in enumerate(self._tier.consumers):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
 
@@ -86,7 +87,12 @@ class Prerouter(Lookahead):
         return routing
 
     def remember(self, step: Step, last: Step | None) -> Features | None:
-        """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none."""
+        """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none.
+
+        Of a sticky tier every pass leaves `Step.since`.
+        """
+        if self._tier.router.sticky:
+            step.since = self._since(step, last)
         if not self._leaves_features(step):
             return None
         if self._tier.feature_topk == "executed":
@@ -102,6 +108,19 @@ class Prerouter(Lookahead):
             previous_OE = mx.zeros_like(last_OTE[:, -1])
         hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in self._heads.owners])
         return Features(hidden_OD, last_OTE[:, -1], previous_OE)
+
+    def _since(self, step: Step, last: Step | None) -> mx.array:
+        rule = self._tier.router.sticky
+        before_CE = sticky.never(self._tier) if last is None or last.since is None else last.since
+        ran_CTK = mx.stack([mx.array(step.ran[n][-rule.window :]).astype(mx.uint32) for n in self._tier.consumers])
+        return sticky.after(rule, before_CE, ran_CTK)
+
+    def _bonus(self, last: Step) -> mx.array | None:
+        """[O, E], on what `last` leaves; none for heads that route nothing."""
+        if last.since is None:
+            return None
+        bonus_CE = sticky.bonus(self._tier.router.sticky, last.since)
+        return mx.pad(bonus_CE, [(0, len(self.guessed)), (0, 0)])
 
     def _leaves_features(self, step: Step) -> bool:
         # Under "gate" the first decode step has no history: what the prompt routed to is not kept.
