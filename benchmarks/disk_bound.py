@@ -3,11 +3,11 @@
     python benchmarks/disk_bound.py models results/disk_bound                    # all cells
     python benchmarks/disk_bound.py models results/disk_bound --k 4 --disks 200 400 --rounds 3
 
-`models` gets synthetic checkpoints of disk_bound.yaml where they are missing: for each K a plain one and one whose tier is
-sticky, the same base. The other folder gets rows.jsonl, table.md and plots. A cell is one K, disk and checkpoint: a process in
-which the arms replay the greedy answer of on_demand, first unmeasured on the real disk, then there and back behind the
-simulated one of `benchmarks/slow_disk.py`. `real` is this machine's disk, in a control group smaller than the experts (root).
-A cell whose rows are there isn't run again.
+`models` gets synthetic checkpoints of disk_bound.yaml where they are missing: one for each K, with a plain and a sticky tier of
+the same heads. The other folder gets rows.jsonl, table.md and plots. A cell is one K, disk and tier: a process in which the
+arms replay the greedy answer of on_demand, first unmeasured on the real disk, then there and back behind the simulated one of
+benchmarks/slow_disk.py. `real` is this machine's disk, in a control group smaller than the experts (root). A cell whose rows are
+there isn't run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -38,6 +38,7 @@ ARMS = ("on_demand", "oracle", "prerouter", "lookahead", "resident")
 STICKY_ARMS = ("on_demand", "prerouter")
 STICKY = "prerouter+sticky"
 BIAS_WINDOW = "2,2"
+TIER = "disk-bound-synthetic"  # as make_synthetic_checkpoint.py names it; the sticky one ends in -sticky
 REAL = "real"
 PROMPT = "Hi"
 BUDGET_GIB = {2: 0.45, 4: 0.45, 8: 0.62}
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 8], choices=sorted(TOKENS))
     parser.add_argument("--disks", nargs="+", default=["100", "200", "400", REAL], choices=list(TOKENS[4]))
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times each cell (%(default)s)")
-    parser.add_argument("--plain", action="store_true", help="without the sticky checkpoints")
+    parser.add_argument("--plain", action="store_true", help="without the sticky tier")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
@@ -104,7 +105,7 @@ def run(cell: Cell, models: Path, out: Path) -> None:
     """Measure the cell in a process of its own and add its rows, unless they are there."""
     if any(map(cell.has, read_rows(out / "rows.jsonl"))):
         return
-    make_checkpoint(cell, models)
+    make_checkpoint(cell.k, models)
     command = [sys.executable, __file__, str(models), str(out), "--cell", json.dumps(cell)]
     if cell.disk == REAL:
         group = [sys.executable, str(ROOT / "benchmarks/in_cgroup.py"), "--memory-gib", str(GROUP_GIB[cell.k])]
@@ -119,26 +120,25 @@ def run(cell: Cell, models: Path, out: Path) -> None:
     )
 
 
-def checkpoint(cell: Cell, models: Path) -> Path:
-    """Where the cell's model is."""
-    return models / f"disk-bound-k{cell.k}{'-sticky' if cell.sticky else ''}"
+def make_checkpoint(k: int, models: Path) -> Path:
+    """The checkpoint at that K; written, if it isn't there."""
+    directory = models / f"disk-bound-k{k}"
+    if not directory.exists():
+        script, tier = ROOT / "scripts/make_synthetic_checkpoint.py", ROOT / "benchmarks/disk_bound.yaml"
+        models.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(script), str(tier), str(directory), "--k", str(k), "--sticky", BIAS_WINDOW]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+    return directory
 
 
-def make_checkpoint(cell: Cell, models: Path) -> None:
-    """Write the cell's checkpoint, if it isn't there."""
-    directory = checkpoint(cell, models)
-    if directory.exists():
-        return
-    script, tier = ROOT / "scripts/make_synthetic_checkpoint.py", ROOT / "benchmarks/disk_bound.yaml"
-    sticky = ["--sticky", BIAS_WINDOW] if cell.sticky else []
-    models.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(script), str(tier), str(directory), "--k", str(cell.k), *sticky]
-    subprocess.run(command, stdout=sys.stderr, check=True)
+def load(directory: Path, sticky: bool = False, **options: Any) -> Engine:
+    """The engine with the checkpoint's plain or sticky tier and two I/O threads; `options` as in `Engine.load`."""
+    return Engine.load(directory, tier_name=TIER + ("-sticky" if sticky else ""), io_threads=2, **options)
 
 
 def measure(cell: Cell, models: Path) -> Iterator[Row]:
     """The cell's rows, as `edge0_runtime.measure.ab.compare` gives them, with the cell's fields."""
-    directory = checkpoint(cell, models)
+    directory = make_checkpoint(cell.k, models)
     disk = SlowDisk(math.inf)
     os.preadv = disk.slowed(os.preadv, int)
 
@@ -148,10 +148,10 @@ def measure(cell: Cell, models: Path) -> Iterator[Row]:
 
     arms = [arm for arm in (STICKY_ARMS if cell.sticky else ARMS) if (arm, cell.disk) != ("resident", REAL)]
     with contextlib.ExitStack() as engines:
-        engine = engines.enter_context(Engine.load(directory, memory_budget=BUDGET_GIB[cell.k], io_threads=2))
+        engine = engines.enter_context(load(directory, cell.sticky, memory_budget=BUDGET_GIB[cell.k]))
         resident = None
         if "resident" in arms:
-            resident = engines.enter_context(Engine.load(directory, arm="resident", prerouter=False))
+            resident = engines.enter_context(load(directory, arm="resident", prerouter=False))
         for row in compare(
             engine,
             [engine.tokenizer.encode(PROMPT)],

@@ -31,11 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
-from benchmarks.disk_bound import MIB, PROMPT, STICKY, Cell, checkpoint, make_checkpoint
+from benchmarks.disk_bound import MIB, PROMPT, STICKY, load, make_checkpoint
 from benchmarks.peer_glue import PEERS, Shape
 from benchmarks.record import Row, add_rows, circumstances, read_rows
 from benchmarks.slow_disk import SlowDisk
-from edge0_runtime.engine import Engine
 
 K, SLOTS, GIB = 4, 16, 2**30
 OURS = ("on_demand", "lookahead", "prerouter", STICKY)
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of the answer (%(default)s)")
     parser.add_argument("--core", type=int, default=0, metavar="N", help="that all run on (%(default)s)")
-    parser.add_argument("--plain", action="store_true", help="without the sticky checkpoint")
+    parser.add_argument("--plain", action="store_true", help="without the sticky tier")
     parser.add_argument("--one", nargs=2, metavar=("WHO", "MIB_S"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     places = {name: Path(path) for name, _, path in (peer.partition("=") for peer in args.peer)}
@@ -109,9 +108,7 @@ def version(place: Path) -> str:
 
 def measure(who: str, mib_s: int, models: Path, tokens: int, known: list[int] | None) -> Row:
     """Two runs of the same answer, the second measured. `known`: the ids that an arm with predictions processes."""
-    cell = Cell(K, str(mib_s), who == STICKY, 0)
-    make_checkpoint(cell, models)
-    disk, directory = SlowDisk(math.inf), checkpoint(cell, models)
+    disk, directory = SlowDisk(math.inf), make_checkpoint(K, models)
     run = _ours(who, directory, disk, known) if who in OURS else _peer(who, directory, disk)
     list(run(tokens))
     disk.bytes_per_second = mib_s * MIB
@@ -134,7 +131,7 @@ def _ours(who: str, directory: Path, disk: SlowDisk, known: list[int] | None) ->
     predicts = who not in OURS[:2]
     os.preadv = disk.slowed(os.preadv, int)
     arm = "prerouter" if predicts else who
-    engine = Engine.load(directory, arm=arm, prerouter=predicts, lora=predicts, memory_budget=1.0, io_threads=2)
+    engine = load(directory, who == STICKY, arm=arm, prerouter=predicts, lora=predicts, memory_budget=1.0)
     plan = engine.model.plan
     assert plan is not None
     layers = len(engine.model.store.tensors)
@@ -154,7 +151,7 @@ def _ours(who: str, directory: Path, disk: SlowDisk, known: list[int] | None) ->
 
 def _peer(who: str, directory: Path, disk: SlowDisk) -> Any:
     """tokens -> an iterable of the answer's ids, from mlx-lm's own loop over the peer's model."""
-    with Engine.load(directory, arm="on_demand", prerouter=False, lora=False, memory_budget=1.0) as engine:
+    with load(directory, arm="on_demand", prerouter=False, lora=False, memory_budget=1.0) as engine:
         store = engine.model.store
         layers, prompt_ids = sorted(store.tensors), engine.tokenizer.encode(PROMPT)
         nbytes = store.expert_nbytes(layers[0])

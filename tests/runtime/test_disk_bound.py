@@ -18,17 +18,8 @@ from benchmarks.record import add_rows, read_rows
 MIB = 2**20
 
 
-@pytest.fixture
-def models(tiny_dir: Path, tmp_path: Path) -> Path:
-    """A folder in which the tiny model stands for K = 2."""
-    (tmp_path / "models").mkdir()
-    for name in ("disk-bound-k2", "disk-bound-k2-sticky"):
-        (tmp_path / "models" / name).symlink_to(tiny_dir)
-    return tmp_path / "models"
-
-
 def test_a_cell_is_measured_behind_the_disk_and_not_before(
-    models: Path, budget: Any, monkeypatch: pytest.MonkeyPatch
+    two_tiers: Path, budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disks: list[Any] = []
 
@@ -39,10 +30,10 @@ def test_a_cell_is_measured_behind_the_disk_and_not_before(
 
     monkeypatch.setattr(os, "preadv", os.preadv)  # put back afterwards
     monkeypatch.setattr(disk_bound, "SlowDisk", Noted)
-    monkeypatch.setitem(disk_bound.BUDGET_GIB, 2, budget(models / "disk-bound-k2", 9))
+    monkeypatch.setitem(disk_bound.BUDGET_GIB, 2, budget(two_tiers / "disk-bound-k2", 9, tier_name=disk_bound.TIER))
     monkeypatch.setitem(disk_bound.TOKENS, 2, {"400": 4})
     rows = []
-    for row in disk_bound.measure(Cell(2, "400", True, 3), models):
+    for row in disk_bound.measure(Cell(2, "400", True, 3), two_tiers):
         rows.append(row)
         assert disks[0].bytes_per_second == 400 * MIB
     assert [row["arm"] for row in rows] == ["on_demand", "prerouter+sticky", "prerouter+sticky", "on_demand"]
@@ -52,9 +43,9 @@ def test_a_cell_is_measured_behind_the_disk_and_not_before(
 
 
 def test_what_is_recorded_is_not_run_again(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_tiers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["disk_bound", str(models), str(tmp_path / "out"), "--k", "2", "--disks", "400", "--plain"]
+    command = ["disk_bound", str(two_tiers), str(tmp_path / "out"), "--k", "2", "--disks", "400", "--plain"]
     monkeypatch.setattr(sys, "argv", command)
     disk_bound.main()
     rows = read_rows(tmp_path / "out/rows.jsonl")
@@ -64,15 +55,15 @@ def test_what_is_recorded_is_not_run_again(
     lines = (tmp_path / "out/table.md").read_text()
     assert lines in capsys.readouterr().out
 
-    monkeypatch.setattr(disk_bound, "checkpoint", lambda *_: pytest.fail("a finished cell was run"))
+    monkeypatch.setattr(disk_bound, "make_checkpoint", lambda *_: pytest.fail("a finished cell was run"))
     disk_bound.main()
     assert read_rows(tmp_path / "out/rows.jsonl") == rows
 
 
-def test_a_cell_that_fails_leaves_no_rows(models: Path, tmp_path: Path) -> None:
-    (models / "disk-bound-k4").mkdir()
+def test_a_cell_that_fails_leaves_no_rows(two_tiers: Path, tmp_path: Path) -> None:
+    (two_tiers / "disk-bound-k4").mkdir()
     with pytest.raises(SystemExit, match="the same command goes on from here"):
-        disk_bound.run(Cell(4, "400", False, 0), models, tmp_path)
+        disk_bound.run(Cell(4, "400", False, 0), two_tiers, tmp_path)
     assert read_rows(tmp_path / "rows.jsonl") == []
 
 

@@ -32,15 +32,13 @@ def mlx_lm(shape: Shape, disk: SlowDisk) -> Any:
 
 
 @pytest.fixture
-def models(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which the tiny model is the checkpoint, and mlx-lm a peer."""
+def models(two_tiers: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which a tiny model is the checkpoint, and mlx-lm a peer."""
     monkeypatch.setattr(os, "preadv", os.preadv)  # put back afterwards
     monkeypatch.setattr(peers, "K", 2)
     monkeypatch.setattr(peers, "SLOTS", 3)
     monkeypatch.setitem(peers.PEERS, "mlx-lm", ("mlx-lm", mlx_lm))
-    for name in ("disk-bound-k2", "disk-bound-k2-sticky"):
-        (tmp_path / name).symlink_to(tiny_dir)
-    return tmp_path
+    return two_tiers
 
 
 def test_a_peer_answers_what_our_exact_arms_answer(models: Path) -> None:
@@ -61,13 +59,13 @@ def test_predicting_arms_process_the_given_answer(models: Path) -> None:
 def test_everybody_holds_as_many_experts(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, engines = [], []
     monkeypatch.setitem(peers.PEERS, "mlx-lm", ("mlx-lm", lambda shape, disk: held.append(shape)))
-    load = peers.Engine.load
+    load = peers.load
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         engines.append(load(*args, **kwargs))
         return engines[-1]
 
-    monkeypatch.setattr(peers.Engine, "load", noted)
+    monkeypatch.setattr(peers, "load", noted)
     peers._ours("prerouter", models / "disk-bound-k2", SlowDisk(math.inf), None)
     peers._peer("mlx-lm", models / "disk-bound-k2", SlowDisk(math.inf))
     memory = engines[0].model.memory
