@@ -184,7 +184,12 @@ def over_on_demand(rows: Sequence[Row], arm: str) -> list[float]:
 
 
 def roofline_ms(arm: Sequence[Row], resident: Sequence[Row]) -> float:
-    """The longer of computing, with all experts in memory, and the arm's bytes at the disk's speed; ms a step."""
+    """The longer of computing, with all experts in memory, and the arm's bytes at the disk's speed; ms a step.
+
+    NaN where nothing was measured with all experts in memory.
+    """
+    if not resident:
+        return math.nan
 
     def reading(row: Row) -> float:
         speed = row["plan"]["disk_bytes_per_second"] if row["disk"] == REAL else float(row["disk"]) * MIB
