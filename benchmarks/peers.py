@@ -132,7 +132,7 @@ def _ours(who: str, directory: Path, disk: SlowDisk, known: list[int] | None) ->
     os.preadv = disk.slowed(os.preadv, int)
     arm = "prerouter" if predicts else who
     options = {"sticky": who == STICKY, "arm": arm, "prerouter": predicts, "lora": predicts}
-    with load(directory, **options) as engine:
+    with load(directory, **options, memory_budget=1.0) as engine:  # less than all experts
         plan, layers = engine.model.plan, len(engine.model.store.tensors)
     assert plan is not None
     budget = (plan.fixed_bytes + (layers * SLOTS + 0.5) * plan.slot_nbytes) / GIB
@@ -152,7 +152,7 @@ def _ours(who: str, directory: Path, disk: SlowDisk, known: list[int] | None) ->
 
 def _peer(who: str, directory: Path, disk: SlowDisk) -> Any:
     """tokens -> an iterable of the answer's ids, from mlx-lm's own loop over the peer's model."""
-    with load(directory, arm="on_demand", prerouter=False, lora=False) as engine:
+    with load(directory, arm="on_demand", prerouter=False, lora=False, memory_budget=1.0) as engine:
         store = engine.model.store
         layers, prompt_ids = sorted(store.tensors), engine.tokenizer.encode(PROMPT)
         nbytes = store.expert_nbytes(layers[0])

@@ -21,25 +21,22 @@ MIB = 2**20
 def test_a_cell_is_measured_behind_the_disk_and_not_before(
     two_tiers: Path, budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disks: list[Any] = []
+    speeds: list[float] = []  # of every read
 
     class Noted(disk_bound.SlowDisk):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            disks.append(self)
+        def slowed(self, read: Any, size: Any) -> Any:
+            return super().slowed(lambda *args: (speeds.append(self.bytes_per_second), read(*args))[1], size)
 
     monkeypatch.setattr(os, "preadv", os.preadv)  # put back afterwards
     monkeypatch.setattr(disk_bound, "SlowDisk", Noted)
     monkeypatch.setitem(disk_bound.BUDGET_GIB, 2, budget(two_tiers / "disk-bound-k2", 9, tier_name=disk_bound.TIER))
     monkeypatch.setitem(disk_bound.TOKENS, 2, {"400": 4})
-    rows = []
-    for row in disk_bound.measure(Cell(2, "400", True, 3), two_tiers):
-        rows.append(row)
-        assert disks[0].bytes_per_second == 400 * MIB
+    rows = list(disk_bound.measure(Cell(2, "400", True, 3), two_tiers))
     assert [row["arm"] for row in rows] == ["on_demand", "prerouter+sticky", "prerouter+sticky", "on_demand"]
     assert all(Cell(2, "400", True, 3).has(row) and len(row["tokens"]) == 4 for row in rows)
-    # The unmeasured runs (the answer, then both arms) went by too.
-    assert disks[0].carried > 1.5 * sum(row["decode_expert_bytes_per_step"] * 3 for row in rows) > 0
+    unmeasured = speeds.count(math.inf)  # the answer, then both arms
+    assert speeds == [math.inf] * unmeasured + [400.0 * MIB] * (len(speeds) - unmeasured)
+    assert 0 < unmeasured < len(speeds)
 
 
 def test_what_is_recorded_is_not_run_again(
