@@ -131,7 +131,7 @@ def _ours(who: str, directory: Path, disk: SlowDisk, known: list[int] | None) ->
     predicts = who not in OURS[:2]
     os.preadv = disk.slowed(os.preadv, int)
     arm = "prerouter" if predicts else who
-    options = {"sticky": who == STICKY, "arm": arm, "prerouter": predicts, "lora": predicts}
+    options: dict[str, Any] = {"sticky": who == STICKY, "arm": arm, "prerouter": predicts, "lora": predicts}
     with load(directory, **options, memory_budget=1.0) as engine:  # less than all experts
         plan, layers = engine.model.plan, len(engine.model.store.tensors)
     assert plan is not None
