@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -40,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks.record import machine
 from edge0_train.losses import chunked, cross_entropy, reverse_kl
 from edge0_train.report import table
 
@@ -69,7 +68,7 @@ def main() -> None:
             rows.append([loss, tokens, *(shown for one in (dense, in_chunks) for shown in _shown(one))])
             print(f"{rows[-1]}", file=sys.stderr, flush=True)
     print(
-        f"{_machine()}; torch {torch.__version__}, {options.threads} thread(s), float32; head {VOCABULARY:,} x {HIDDEN},"
+        f"{machine()}; torch {torch.__version__}, {options.threads} thread(s), float32; head {VOCABULARY:,} x {HIDDEN},"
         f" top-k {TOP_K}; limit {options.limit_gib:g} GiB"
     )
     print(table(["loss", "tokens", "dense GiB", "dense CPU s", "chunked GiB", "chunked CPU s"], rows))
@@ -124,12 +123,6 @@ def _virtual_bytes() -> int:
     """What the process has mapped already; the limit counts from there (Linux; elsewhere there is no limit to set)."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 2**62
-
-
-def _machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = cpuinfo.read_text().split("model name\t: ")[1:] if cpuinfo.exists() else []
-    return f"{names[0].splitlines()[0] if names else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ def main() -> None:
     for k in sorted({row["k"] for row in rows}):
         own = [row for row in rows if row["k"] == k]
         print(table(own, own[-1]["arm"] if own[0]["arm"] == "on_demand" else "on_demand"), end="\n\n")
+    draw(rows, args.out)
+
+
+def draw(rows: Sequence[Row], out: Path, only: Sequence[str] = ()) -> None:
+    """Write the plots, or those of `only`, and print their paths."""
     figures: dict[str, list[tuple[list[tuple[str, Callable[[Row], float | None]]], str]]] = {
         "speed": [([("", lambda row: row["decode_tokens_per_second"])], "decode tok/s")],
         "step": [([
@@ -83,14 +88,15 @@ def main() -> None:
             ([("", lambda row: (row["page_cache_bytes_after"] or 0) / GIB)], "page cache of the experts' files, GiB"),
         ],
     }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, panels in figures.items():
+    out.mkdir(parents=True, exist_ok=True)
+    for name in only or figures:
+        panels = figures[name]
         figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False)
         for place, (parts, label) in zip(axes[0], panels, strict=True):
             bars(place, rows, parts, label)
         figure.tight_layout()
-        figure.savefig(args.out / f"{name}.png", dpi=120)
-        print(args.out / f"{name}.png")
+        figure.savefig(out / f"{name}.png", dpi=120)
+        print(out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -15,34 +15,46 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from edge0_runtime import cli
 
-PREADV = os.preadv
+T = TypeVar("T")
 
 
-def paced(
-    bytes_per_second: float,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Callable[..., int]:
-    """`os.preadv` on the simulated device."""
-    turn = threading.Lock()
-    free_at = 0.0
+class SlowDisk:
+    """A device that carries one read after another, in the order of the calls.
 
-    def preadv(fd: int, buffers: Sequence[Any], offset: int) -> int:
-        nonlocal free_at
-        count = PREADV(fd, buffers, offset)
-        with turn:
-            free_at = max(free_at, clock()) + count / bytes_per_second
-            wait = free_at - clock()
-        if wait > 0:
-            sleep(wait)
-        return count
+    Attributes:
+        bytes_per_second: its speed; may be changed. carried: bytes so far.
+    """
 
-    return preadv
+    def __init__(
+        self,
+        bytes_per_second: float,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.bytes_per_second, self.carried = bytes_per_second, 0
+        self._clock, self._sleep = clock, sleep
+        self._turn = threading.Lock()
+        self._free_at = 0.0
+
+    def slowed(self, read: Callable[..., T], size: Callable[[T], int]) -> Callable[..., T]:
+        """`read` behind this device. `size`: bytes of what a call returns."""
+
+        def slow(*args: Any) -> T:
+            found = read(*args)
+            with self._turn:
+                self.carried += size(found)
+                self._free_at = max(self._free_at, self._clock()) + size(found) / self.bytes_per_second
+                wait = self._free_at - self._clock()
+            if wait > 0:
+                self._sleep(wait)
+            return found
+
+        return slow
 
 
 def main() -> int:
@@ -54,7 +66,7 @@ def main() -> int:
     parser.add_argument("--mib-s", type=float, required=True, metavar="N", help="speed of the simulated disk")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of edge0_runtime")
     args = parser.parse_args()
-    os.preadv = paced(args.mib_s * 2**20)
+    os.preadv = SlowDisk(args.mib_s * 2**20).slowed(os.preadv, int)
     print(f"simulated disk, {args.mib_s:g} MiB/s", file=sys.stderr)
     return cli.main(args.command)
 

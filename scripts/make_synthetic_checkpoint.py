@@ -67,7 +67,7 @@ def main() -> None:
         strength = 0.0 if args.headers_only else calibrate(tier, args.overlap, args.seed)
         if args.sticky and not args.headers_only:
             tiers.append(with_sticky(tier, *args.sticky))
-            loudness = calibrate_loudness(*tiers, strength, args.misses, args.seed)
+            loudness = calibrate_loudness(tier, tiers[1], strength, args.misses, args.seed)
         size = write_base(args.directory, tier, seed=args.seed, headers_only=args.headers_only)
         print(f"{args.directory}: {size} B of tensors in {time.time() - began:.0f} s", flush=True)
         if not args.headers_only:

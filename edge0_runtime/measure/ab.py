@@ -9,7 +9,7 @@ it has seen (oracle) knows it then. One engine serves them all, but for resident
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from edge0_runtime.arms import arm_class
@@ -28,10 +28,12 @@ def compare(
     rounds: int,
     page_cache: PageCache,
     resident: Engine | None = None,
+    before_measuring: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """A row for every run. The first arm's greedy answers are what all arms replay; every run begins without experts.
 
     `resident` runs the arm of that name; while it is loaded, the process's memory is not that of the other arms.
+    `before_measuring` is called once every arm has had its unmeasured run.
     Raises Edge0Error if arms that claim to be exact choose different tokens, or an expert is dropped.
     """
 
@@ -48,6 +50,7 @@ def compare(
     ]
     for arm in arms:
         _replay_all(serving(arm), prompts, answers)
+    before_measuring()
     greedy: dict[int, list[int]] = {}
     for number in range(rounds):
         for half, order in enumerate((arms, arms[::-1])):

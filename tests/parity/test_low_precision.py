@@ -37,7 +37,7 @@ TIERS = {
 }
 TIERS |= {
     f"{name}, sticky": dataclasses.replace(
-        TIERS[name], router=dataclasses.replace(TIERS[name].router, sticky=Sticky(2.0, 2))
+        TIERS[name], router=dataclasses.replace(TIERS[name].router, sticky=Sticky(0.5, 2))
     )
     for name in ("softmax_topk", "sigmoid_group")
 }

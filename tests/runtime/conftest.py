@@ -21,7 +21,7 @@ from mlx_lm.models import qwen3_5_moe
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from edge0_runtime.contract.checkpoint import Checkpoint
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import Sticky, Tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.loading import find_adapters
@@ -136,6 +136,17 @@ def make_dir(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def tiny_dir(make_dir: Callable[..., Path]) -> Path:
     """The tier as it is above."""
     return make_dir()
+
+
+@pytest.fixture
+def two_tiers(make_dir: Callable[..., Path], tmp_path: Path) -> Path:
+    """A folder like those of benchmarks/disk_bound.py, K = 2: a tiny checkpoint with a plain and a sticky tier."""
+    plain = dataclasses.replace(TIER, name="disk-bound-synthetic")
+    router = dataclasses.replace(plain.router, sticky=Sticky(2.0, 2))
+    directory = tmp_path / "models" / "disk-bound-k2"
+    shutil.copytree(make_dir(name=plain.name), directory)
+    write_adapters(directory, dataclasses.replace(plain, name=f"{plain.name}-sticky", router=router))
+    return directory.parent
 
 
 @pytest.fixture(scope="session")

@@ -284,7 +284,7 @@ def test_the_simulated_disk_serves_one_read_after_another(tmp_path: Path) -> Non
     path = tmp_path / "file"
     path.write_bytes(bytes(range(200)))
     now, waits = [10.0], []
-    preadv = slow_disk.paced(100.0, lambda: now[0], waits.append)
+    preadv = slow_disk.SlowDisk(100.0, lambda: now[0], waits.append).slowed(os.preadv, int)
     buffer = bytearray(50)
     with path.open("rb") as file:
         assert preadv(file.fileno(), [buffer], 100) == 50  # half a second on an idle device

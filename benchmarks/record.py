@@ -1,0 +1,42 @@
+"""Rows of JSON lines that say on what they were measured, in a file to which a restarted run adds what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+Row = dict[str, Any]
+
+
+def circumstances() -> Row:
+    """Of a run that is about to begin: commit, machine, time, and the load averages before it (1, 5, 15 minutes)."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return {"commit": described.stdout.strip(), "machine": machine(), "load": os.getloadavg()}
+
+
+def machine() -> str:
+    """Processor, cores and system."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = cpuinfo.read_text().split("model name\t: ")[1:] if cpuinfo.exists() else []
+    return f"{names[0].splitlines()[0] if names else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append them in one write, so that a run that was stopped left all of its rows or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("a") as file:
+        file.write(text)
