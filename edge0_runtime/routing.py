@@ -15,6 +15,8 @@ import numpy as np
 
 from edge0_runtime.contract.tier import Router
 
+NO_WEIGHT = 80.0  # nats below the largest: exp(-80) is a float32, and nothing beside it
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -26,6 +28,7 @@ class Routing:
     Attributes:
         logits_TE: router logits, a head's or a gate's; None from a gate that gives experts and weights.
         experts_TK, weights_TK: the experts and their weights; None where nobody but the block has resolved them yet.
+        choosing_TE: the logits that experts_TK were chosen by, where a sticky rule's bonus makes them others than the head's.
         scores: gives [E], what the last token's experts were chosen by, to look at afterwards (`choice_gap`); None in a pass
             of several tokens.
     """
@@ -33,18 +36,28 @@ class Routing:
     logits_TE: mx.array | None = None
     experts_TK: mx.array | None = None
     weights_TK: mx.array | None = None
+    choosing_TE: mx.array | None = None
     scores: Callable[[], mx.array] | None = None
 
     def arrays(self) -> list[mx.array]:
         """All that it consists of."""
-        return [array for array in (self.logits_TE, self.experts_TK, self.weights_TK) if array is not None]
+        every = (self.logits_TE, self.experts_TK, self.weights_TK, self.choosing_TE)
+        return [array for array in every if array is not None]
 
 
-def predicted(router: Router, logits_TE: mx.array, k: int) -> Routing:
-    """The routing that a head's logits are: resolved once, with the very experts that the block will take."""
-    if router.kind == "softmax_topk":
-        return Routing(logits_TE, block_choice(router, logits_TE, k))
-    return Routing(logits_TE, *route(router, logits_TE, k))
+def predicted(router: Router, logits_TE: mx.array, k: int, bonus_TE: mx.array | None = None) -> Routing:
+    """The routing that a head's logits are: resolved once, with the very experts that the block will take.
+
+    `bonus_TE` takes part in the choice and never in the weights (docs/method.md 1.7).
+    """
+    choosing_TE = None if bonus_TE is None else logits_TE + bonus_TE
+    experts_TK = block_choice(router, logits_TE if choosing_TE is None else choosing_TE, k)
+    if router.kind == "sigmoid_group":
+        weights_TK = _sigmoid_weights(router, logits_TE, experts_TK)
+        return Routing(logits_TE, experts_TK, weights_TK, choosing_TE)
+    if choosing_TE is not None:
+        logits_TE = _only(logits_TE, experts_TK)
+    return Routing(logits_TE, experts_TK, choosing_TE=choosing_TE)
 
 
 def stack(rows: Sequence[Routing]) -> Routing:
@@ -58,20 +71,22 @@ def stack(rows: Sequence[Routing]) -> Routing:
         joined([each.logits_TE for each in rows]),
         joined([each.experts_TK for each in rows]),
         joined([each.weights_TK for each in rows]),
+        joined([each.choosing_TE for each in rows]),
     )
 
 
 def row(router: Router, stacked: Routing, index: int) -> Routing:
     """One layer's routing of a stack [layers, E]."""
     assert stacked.logits_TE is not None
-    logits_E = stacked.logits_TE[index]
+    choosing_TE = stacked.logits_TE if stacked.choosing_TE is None else stacked.choosing_TE
 
     def chosen_by() -> mx.array:
-        return scores(router, logits_E)
+        return scores(router, choosing_TE[index])
 
+    logits_E = stacked.logits_TE[index]
     if stacked.weights_TK is None or stacked.experts_TK is None:
         return Routing(logits_E, scores=chosen_by)
-    return Routing(logits_E, stacked.experts_TK[index], stacked.weights_TK[index], chosen_by)
+    return Routing(logits_E, stacked.experts_TK[index], stacked.weights_TK[index], scores=chosen_by)
 
 
 def route(
@@ -120,8 +135,19 @@ def within_mass(router: Router, logits_TE: mx.array) -> mx.array:
     if not router.mass_k:
         return logits_TE
     kept_TM = _topk(logits_TE, router.mass_k)
-    outside_TE = mx.full(logits_TE.shape, -mx.inf, logits_TE.dtype)
-    return mx.put_along_axis(outside_TE, kept_TM, mx.take_along_axis(logits_TE, kept_TM, axis=-1), axis=-1)
+    return _outside_minus_inf(logits_TE, kept_TM, mx.take_along_axis(logits_TE, kept_TM, axis=-1))
+
+
+def _only(logits_TE: mx.array, experts_TK: mx.array) -> mx.array:
+    """Logits by which a block chooses exactly these experts, and weighs them as it would weigh them by `logits_TE`."""
+    logits_TK = mx.take_along_axis(logits_TE, experts_TK, axis=-1)
+    # One whose weight underflowed to 0 would be none of the K largest any more.
+    logits_TK = mx.maximum(logits_TK, logits_TK.max(axis=-1, keepdims=True) - NO_WEIGHT)
+    return _outside_minus_inf(logits_TE, experts_TK, logits_TK)
+
+
+def _outside_minus_inf(logits_TE: mx.array, experts_TM: mx.array, logits_TM: mx.array) -> mx.array:
+    return mx.put_along_axis(mx.full(logits_TE.shape, -mx.inf, logits_TE.dtype), experts_TM, logits_TM, axis=-1)
 
 
 def _sigmoid_group(
@@ -135,8 +161,12 @@ def _sigmoid_group(
     # -inf and not 0: a biased score may be negative, and an expert of a dropped group must never win over it.
     choice_TGM = mx.where(keep_TG[..., None] > 0, choice_TGM, -mx.inf)
     indices_TK = _topk(choice_TGM.flatten(-2), k)
+    return indices_TK, _sigmoid_weights(router, logits_TE, indices_TK)
+
+
+def _sigmoid_weights(router: Router, logits_TE: mx.array, indices_TK: mx.array) -> mx.array:
     weights_TK = mx.take_along_axis(scores(router, logits_TE), indices_TK, axis=-1)
-    return indices_TK, weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + 1e-20) * router.scaling
+    return weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + 1e-20) * router.scaling
 
 
 def choice_gap(router: Router, scores_E: np.ndarray, chosen: Collection[int]) -> float:

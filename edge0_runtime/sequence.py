@@ -36,7 +36,7 @@ class Snapshot:
 
     Attributes:
         kv: the state of every entry of mlx-lm's prompt cache.
-        index, trail, features: of the last step. ran: layer -> [1, K], its last token's experts.
+        index, trail, features, since: of the last step. ran: layer -> [1, K], its last token's experts.
         nbytes: memory that the arrays take.
     """
 
@@ -44,6 +44,7 @@ class Snapshot:
     index: int
     trail: int | None
     features: Any
+    since: mx.array | None
     ran: Mapping[int, np.ndarray]
     nbytes: int
 
@@ -67,7 +68,13 @@ class Sequence:
         if snapshot is not None:
             for entry, state in zip(self._kv, snapshot.kv, strict=True):
                 entry.state = _copied(state)
-            self.last = Step(snapshot.index, trail=snapshot.trail, features=snapshot.features, ran=dict(snapshot.ran))
+            self.last = Step(
+                snapshot.index,
+                trail=snapshot.trail,
+                features=snapshot.features,
+                since=snapshot.since,
+                ran=dict(snapshot.ran),
+            )
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -153,20 +160,18 @@ class Sequence:
             mx.eval(self.last.logits_V)
         self._evaluate_state()
         self._settle()
-        kv = tuple(_copied(entry.state) for entry in self._kv)
-        arrays = _arrays(kv) + _arrays(self.last.features)
+        kv, last = tuple(_copied(entry.state) for entry in self._kv), self.last
+        arrays = _arrays([kv, last.features, last.since])
         mx.eval(arrays)
         nbytes = sum(array.nbytes for array in arrays)
-        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in self.last.ran.items()}
-        return Snapshot(kv, self.last.index, self.last.trail, self.last.features, ran, nbytes)
+        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in last.ran.items()}
+        return Snapshot(kv, last.index, last.trail, last.features, last.since, ran, nbytes)
 
     def close(self) -> None:
         """Give its memory back, whatever became of it; nothing is read for it any more."""
         for step in (self._model.running.step, self.last, self.coming):
             if step is not None:
-                step.memory = step.route = (
-                    None  # an exception that somebody keeps may hold the step, and slots are large
-                )
+                step.stop()  # an exception that somebody keeps may hold the step, and slots are large
         self._model.running.step = Step()
         self._kv, self.last, self.coming = [], None, None
         if self._model.memory is not None:
@@ -190,19 +195,19 @@ class Sequence:
         step.memory, step.waits = model.memory, not model.never_waits
         step.last = last
         if last is not None:
-            last.last = last.memory = last.route = last.look_ahead = None
+            last.stop()
         if step.whole_layers and model.memory is not None:
             model.memory.want_layer(model.memory.layers[0])
         model.running.step = step
         logits_1TV = model.network(tokens_T[None], cache=self._kv)
-        step.features = model.arm.remember(step, last)
+        step.features = model.arm.remember(step)
         step.logits_V = logits_1TV[0, -1]
         self.last = step
         return step.logits_V
 
     def _evaluate_state(self) -> None:
         assert self.last is not None
-        mx.eval([entry.state for entry in self._kv], _arrays(self.last.features))
+        mx.eval([entry.state for entry in self._kv], _arrays([self.last.features, self.last.since]))
 
     def _settle(self) -> None:
         """Everything built so far is evaluated, or will never wait.

@@ -50,6 +50,7 @@ class Step:
             scores, as `Routing.scores`.
         features: what the arm leaves for the next step's foresight. early: layer -> its routing in the next step, as far as
             that was known while this one ran.
+        since: [consumers, E], what it leaves of a sticky tier beside them, the prompt's passes included (sticky.py).
         logits_V: after the pass's last token.
     """
 
@@ -76,7 +77,9 @@ class Step:
     own_by: dict[int, Callable[[], mx.array] | None] = field(default_factory=dict)
     features: Any = None
     early: dict[int, Routing] = field(default_factory=dict)
+    since: mx.array | None = None
     logits_V: mx.array | None = None
+    _submitted: tuple[int, mx.array] | None = None  # the last layer that went on, and its input
 
     @property
     def decoding(self) -> bool:
@@ -111,14 +114,21 @@ class Step:
         if not self.decoding or self.look_ahead is None or self.memory is None:
             return
         next_1K = self.look_ahead(self, layer)
-        if next_1K is None:
-            mx.async_eval(x)
-            return
-        mx.async_eval(next_1K)  # it needs the input of the layer below, and so is there before x is
+        mx.async_eval(next_1K)  # before x: it needs the input of the layer below alone
         mx.async_eval(x)
-        experts_1K = np.array(next_1K).astype(np.int64)
-        self.memory.release(layer - 1)
-        self.memory.guess([layer], experts_1K, early=True)
+        below, self._submitted = self._submitted, (layer, x)
+        if below is not None:
+            mx.eval(below[1])
+            self.memory.release(below[0])
+        if next_1K is not None:
+            self.memory.guess([layer], np.array(next_1K).astype(np.int64), early=True)
+
+    def stop(self) -> None:
+        """Whatever became of it, nothing computes for it any more, and it holds no slots."""
+        self.memory = self.route = self.look_ahead = self.last = None
+        if self._submitted is not None:
+            mx.eval(self._submitted[1])
+            self._submitted = None
 
     # -- afterwards -------------------------------------------------------------------------------------------------
 

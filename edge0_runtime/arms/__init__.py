@@ -81,8 +81,8 @@ class Arm:
         """
         return None
 
-    def remember(self, step: Step, last: Step | None) -> Any:
-        """The pass is built, after `last`: what the next step's `foresee` will find in `features`. Arrays in lists and tuples."""
+    def remember(self, step: Step) -> Any:
+        """The pass is built: what the next step's `foresee` will find in `features`. Arrays in lists and tuples."""
         return None
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from edge0_runtime import sticky
 from edge0_runtime.arms import Parts
 from edge0_runtime.arms.lookahead import Lookahead
 from edge0_runtime.gates import Gate
@@ -67,7 +68,7 @@ class Prerouter(Lookahead):
         embedding_D = self.parts.embed(coming.token[None])[0]
         features: Features = last.features
         logits_OE = self._heads(features._asdict(), embedding_D)
-        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k)
+        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k, self._bonus(last.since, len(self._owners)))
         for index, layer in enumerate(self._tier.consumers):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
 
@@ -90,8 +91,13 @@ class Prerouter(Lookahead):
                 step.own[layer], step.own_by[layer] = gate.choice(own), own.scores
         return routing
 
-    def remember(self, step: Step, last: Step | None) -> Features | None:
-        """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none."""
+    def remember(self, step: Step) -> Features | None:
+        """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none.
+
+        Of a sticky tier every pass leaves `Step.since`.
+        """
+        if self._tier.router.sticky:
+            step.since = self._since(step, slice(None))
         return self._features(step, slice(None)) if self._leaves_features(step) else None
 
     def look_ahead(self, step: Step, layer: int) -> mx.array | None:
@@ -99,9 +105,10 @@ class Prerouter(Lookahead):
         if layer - 1 not in self._owners or self._tier.token_aware:
             return None
         only = self._heads.owners.index(layer - 1)
-        features = self._features(step, slice(only, only + 1))
-        logits_1E = self._heads(features._asdict(), None, only)
-        routing = step.early[layer] = predicted(self._tier.router, logits_1E, self._tier.k)
+        rows = slice(only, only + 1)
+        logits_1E = self._heads(self._features(step, rows)._asdict(), None, only)
+        since_1E = self._since(step, rows) if self._tier.router.sticky and layer in self._tier.consumers else None
+        routing = step.early[layer] = predicted(self._tier.router, logits_1E, self._tier.k, self._bonus(since_1E, 1))
         return routing.experts_TK
 
     def _features(self, step: Step, rows: slice) -> Features:
@@ -120,6 +127,20 @@ class Prerouter(Lookahead):
             previous_OE = mx.zeros_like(last_OTE[:, -1])
         hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in owners])
         return Features(hidden_OD, last_OTE[:, -1], previous_OE)
+
+    def _since(self, step: Step, rows: slice) -> mx.array:
+        """Of the consumers in `rows`."""
+        rule, last = self._tier.router.sticky, step.last
+        before_CE = sticky.never(self._tier) if last is None or last.since is None else last.since
+        ran = [step.ran[layer][-rule.window :] for layer in self._tier.consumers[rows]]
+        return sticky.after(rule, before_CE[rows], mx.stack([mx.array(ran_TK).astype(mx.uint32) for ran_TK in ran]))
+
+    def _bonus(self, since_CE: mx.array | None, heads: int) -> mx.array | None:
+        """[heads, E], on top of what they say; none for those behind the consumers', whose output routes nothing."""
+        if since_CE is None:
+            return None
+        bonus_CE = sticky.bonus(self._tier.router.sticky, since_CE)
+        return mx.pad(bonus_CE, [(0, heads - len(bonus_CE)), (0, 0)])
 
     def _leaves_features(self, step: Step) -> bool:
         # Under "gate" the first decode step has no history: what the prompt routed to is not kept.

@@ -163,15 +163,13 @@ class SlotPool:
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def want(
-        self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False, early: bool = False
-    ) -> None:
+    def want(self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False, early: bool = False) -> None:
         """Read these experts of later layers, in this order, as far as there is room; returns at once.
 
         `soon` is for the layer that comes next: before all that was asked for earlier. `early` is for the step after this
         one, of layers that have acquired their experts of this one, and leaves all slots to this one that it needs.
         """
-        self._time += 1
+        self._time += not early  # the clock counts layers of passes, by which some experts are kept longer
         rows_L = np.array([self._row[layer] for layer in layers])
         slots_LN = self._slot_LE[rows_L[:, None], experts_LN]
         here_LN = slots_LN >= 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
-from edge0_runtime.contract.tier import Tier
+from edge0_runtime.contract.tier import Sticky, Tier
 from edge0_runtime.contract.traces import PromptTrace, ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
@@ -28,6 +30,9 @@ TOP = 8
 RULES = [(first, kind) for first in ("gate", "predicted") for kind in ("executed", "teacher")]
 CASES = [("qwen3_5_moe", *rule, token_aware) for rule in RULES for token_aware in (False, True)]
 CASES += [("bailing_moe_v3", *rule, False) for rule in RULES] + [("bailing_moe_v3", "predicted", "teacher", True)]
+STICKY = [
+    (*case, rule) for case, rule in zip(CASES, cycle([Sticky(2.0, 2), Sticky(1.0, 1), Sticky(3.0, 4)]), strict=False)
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,24 @@ def test_the_same_with_weights_of_a_wider_mass(bases: dict[str, Path], feature_t
     traces = assert_equal(base, variant(*rule, router={"kind": "softmax_topk", "mass_k": 5}))
     plain = assert_equal(base, variant(*rule))
     assert any(not np.array_equal(a.generated_ids_T, b.generated_ids_T) for a, b in zip(traces, plain, strict=True))
+
+
+@pytest.mark.parametrize(("family", "first_token", "feature_topk", "token_aware", "sticky"), STICKY)
+def test_the_same_with_sticky_prerouting(
+    bases: dict[str, Path], family: str, first_token: str, feature_topk: str, token_aware: bool, sticky: Sticky
+) -> None:
+    """And more of a predicted layer's experts stay from one input to the next than without."""
+    plain = variant(family, first_token, feature_topk, token_aware=token_aware)
+    tier = dataclasses.replace(plain, router=dataclasses.replace(plain.router, sticky=sticky))
+    kept = [kept_experts(tier, assert_equal(bases[family], each)) for each in (tier, plain)]
+    assert kept[0] > 1.15 * kept[1]
+
+
+def kept_experts(tier: Tier, traces: list[PromptTrace]) -> int:
+    """Experts that a predicted layer ran at two inputs in a row, over all."""
+    layers = [tier.layout.moe_layers(tier.architecture).index(layer) for layer in tier.consumers]
+    rows = [(one, other) for trace in traces for one, other in pairwise(trace.experts_TLK[:, layers])]
+    return sum(len({*one_K} & {*other_K}) for pair in rows for one_K, other_K in zip(*pair, strict=True))
 
 
 def assert_equal(base: Path, tier: Tier) -> list[PromptTrace]:

@@ -1,0 +1,61 @@
+"""What is read early, for the step after this one: who has to make room for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from edge0_runtime.experts.pool import SlotPool
+
+
+def nothing() -> None:
+    pass
+
+
+def test_what_is_read_early_takes_only_slots_that_this_step_is_done_with(make_pool: Callable[..., SlotPool]) -> None:
+    """A pool of exactly one step: layers 0 to 3 with two experts each."""
+    pool = make_pool(8)
+    pool.want([0, 1, 2, 3], np.array([[0, 1], [0, 1], [0, 1], [0, 1]]))
+    for layer in (0, 1):
+        pool.acquire(layer, np.array([0, 1]), nothing, foreseen=True)
+    pool.want([1], np.array([[1, 5]]), early=True)
+    assert not pool.present(1, np.array([5])).any()  # layer 1 still computes with its own, layers 2 and 3 will
+    pool.acquire(2, np.array([0, 1]), nothing, foreseen=True)
+    pool.release(below=2)
+    assert pool.present(1, np.array([1, 5])).all() and not pool.present(1, np.array([0])).any()
+    for layer in (0, 2, 3):  # of layer 0 and 2 nobody has said yet what they need next
+        assert pool.present(layer, np.array([0, 1])).all()
+    pool.acquire(3, np.array([0, 1]), nothing, foreseen=True)
+    assert pool.late == 0 and pool.evictions == 1
+
+
+def test_what_this_step_needs_takes_slots_of_what_was_read_early(make_pool: Callable[..., SlotPool]) -> None:
+    pool = make_pool(4)
+    pool.acquire(1, np.array([0, 1]), nothing, foreseen=True)
+    pool.release()
+    pool.want([1], np.array([[2, 3]]), early=True)
+    pool.want([2], np.array([[0, 1]]))
+    pool.acquire(2, np.array([0, 1]), nothing, foreseen=True)
+    assert pool.late == 0
+    pool.acquire(3, np.array([4, 5]), nothing)  # not even asked for: it waits for no one
+    assert pool.present(2, np.array([0, 1])).all() and not pool.present(1, np.array([2, 3])).any()
+
+
+def test_what_was_read_early_and_is_not_wanted_when_the_step_begins_is_free(make_pool: Callable[..., SlotPool]) -> None:
+    pool = make_pool(4)
+    pool.want([1, 2], np.array([[0, 1], [0, 1]]), early=True)
+    pool.turn()
+    pool.want([2, 3], np.array([[0, 1], [0, 1]]))
+    assert pool.present(2, np.array([0, 1])).all() and pool.present(3, np.array([0, 1])).all()
+    assert not pool.present(1, np.array([0, 1])).any()
+
+
+def test_a_layers_slots_are_free_once_the_input_of_one_above_it_is_computed(make_pool: Callable[..., SlotPool]) -> None:
+    pool = make_pool(4)
+    pool.acquire(1, np.array([0, 1]), nothing)
+    pool.acquire(2, np.array([0, 1]), nothing)
+    pool.release(below=2)
+    pool.acquire(3, np.array([0, 1]), lambda: pytest.fail("layer 1's slots are free"))
+    assert pool.present(2, np.array([0, 1])).all() and not pool.present(1, np.array([0, 1])).any()
