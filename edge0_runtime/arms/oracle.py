@@ -39,7 +39,8 @@ class Oracle(Arm):
     def look_ahead(self, step: Step, layer: int) -> mx.array | None:
         """By the token that came next the last time; what `hints` stages goes by the one that comes."""
         following = None if step.trail is None else self._following.get(step.trail)
-        if following not in self._seen:
+        experts_LK = None if following is None else self._seen.get(following)
+        if experts_LK is None:
             return None
         row = sorted(self.parts.gates).index(layer)
-        return mx.array(self._seen[following][row : row + 1])
+        return mx.array(experts_LK[row : row + 1])

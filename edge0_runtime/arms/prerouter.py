@@ -107,7 +107,9 @@ class Prerouter(Lookahead):
         only = self._heads.owners.index(layer - 1)
         rows = slice(only, only + 1)
         logits_1E = self._heads(self._features(step, rows)._asdict(), None, only)
-        since_1E = self._since(step, rows) if self._tier.router.sticky and layer in self._tier.consumers else None
+        since_1E = None
+        if self._tier.router.sticky:
+            since_1E = sticky.never(self._tier)[:1] if layer in self.guessed else self._since(step, rows)
         routing = step.early[layer] = predicted(self._tier.router, logits_1E, self._tier.k, self._bonus(since_1E, 1))
         return routing.experts_TK
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edge0_runtime.experts.pool import SlotPool
+from edge0_runtime.experts.reader import Reader
 
 
 def nothing() -> None:
@@ -31,25 +32,31 @@ def test_what_is_read_early_takes_only_slots_that_this_step_is_done_with(make_po
     assert pool.late == 0 and pool.evictions == 1
 
 
-def test_what_this_step_needs_takes_slots_of_what_was_read_early(make_pool: Callable[..., SlotPool]) -> None:
-    pool = make_pool(4)
-    pool.acquire(1, np.array([0, 1]), nothing, foreseen=True)
-    pool.release()
-    pool.want([1], np.array([[2, 3]]), early=True)
-    pool.want([2], np.array([[0, 1]]))
-    pool.acquire(2, np.array([0, 1]), nothing, foreseen=True)
-    assert pool.late == 0
-    pool.acquire(3, np.array([4, 5]), nothing)  # not even asked for: it waits for no one
-    assert pool.present(2, np.array([0, 1])).all() and not pool.present(1, np.array([2, 3])).any()
+def test_what_this_step_needs_takes_slots_of_what_was_read_early(
+    make_pool: Callable[..., SlotPool], reader: Reader
+) -> None:
+    pool = make_pool(6)
+    pool.want([1, 2, 3], np.array([[0, 1], [0, 1], [0, 1]]), early=True)
+    reader.drain()
+    pool.want([2], np.array([[4, 5]]))
+    assert pool.present(2, np.array([4, 5])).all() and not pool.present(1, np.array([0, 1])).any()
+    pool.acquire(0, np.array([6, 7]), nothing)  # not even asked for
+    assert not pool.present(2, np.array([0, 1])).any()
+    pool.acquire(2, np.array([4, 5]), nothing, foreseen=True)
+    assert pool.present(3, np.array([0, 1])).all() and pool.late == 2
 
 
-def test_what_was_read_early_and_is_not_wanted_when_the_step_begins_is_free(make_pool: Callable[..., SlotPool]) -> None:
+def test_what_was_read_early_and_is_not_wanted_when_the_step_begins_is_free(
+    make_pool: Callable[..., SlotPool], reader: Reader
+) -> None:
     pool = make_pool(4)
-    pool.want([1, 2], np.array([[0, 1], [0, 1]]), early=True)
+    pool.want([1, 2, 3], np.array([[0, 1], [0, 1], [0, 1]]), early=True)  # layer 3 finds no room
+    reader.drain()
     pool.turn()
-    pool.want([2, 3], np.array([[0, 1], [0, 1]]))
-    assert pool.present(2, np.array([0, 1])).all() and pool.present(3, np.array([0, 1])).all()
-    assert not pool.present(1, np.array([0, 1])).any()
+    pool.want([2], np.array([[0, 1]]))
+    pool.want([3], np.array([[2, 3]]), early=True)
+    assert pool.present(2, np.array([0, 1])).all() and pool.present(3, np.array([2, 3])).all()
+    assert not pool.present(3, np.array([0, 1])).any() and not pool.present(1, np.array([0, 1])).any()
 
 
 def test_a_layers_slots_are_free_once_the_input_of_one_above_it_is_computed(make_pool: Callable[..., SlotPool]) -> None:
