@@ -27,6 +27,7 @@ def mlp(parts: Parts, x_O1F: mx.array) -> mx.array:
     return hidden_O1W @ parts["fc2"] + x_O1F @ parts["linear_init"]
 
 
+EVERY = slice(None)
 KINDS: dict[str, Callable[[Parts, mx.array], mx.array]] = {"mlp": mlp}
 """By the names of `HEAD_KINDS`."""
 
@@ -50,11 +51,7 @@ class Heads:
         self.owners = (*(layer - 1 for layer in tier.consumers), *others)
         self._tier = tier
         self._parts = {part: self._stack(tensors, part) for part in tier.head_parts}
-        # Views of the stacks, which they keep no second copy of.
-        self._single = [
-            {name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))
-        ]
-        mx.eval(self._parts, self._single)
+        mx.eval(self._parts)
 
     def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
         stacked = np.stack([tensors[head_key(owner, part)].T for owner in self.owners])
@@ -65,17 +62,15 @@ class Heads:
         """Memory that the heads take."""
         return sum(part.nbytes for part in self._parts.values())
 
-    def __call__(
-        self, before: Mapping[str, mx.array], embedding_D: mx.array | None, only: int | None = None
-    ) -> mx.array:
+    def __call__(self, before: Mapping[str, mx.array], embedding_D: mx.array | None, rows: slice = EVERY) -> mx.array:
         """Router logits [O, E] of the next layers at the next token, float32.
 
         Args:
             before: by the names of `HEAD_INPUTS`, what is of this token: hidden [O, D], routing and previous [O, E]; float32.
             embedding_D: the base's embedding of the next token; only heads that see the token look at it.
-            only: the one head of this index, O = 1; its row has the same bits as in the stack.
+            rows: only these heads, O of them; each says the same bits as among all.
         """
-        parts = self._parts if only is None else self._single[only]
+        parts = {name: part[rows] for name, part in self._parts.items()}
         names = self._tier.head_inputs
         x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D) for name in names]
         x_O1F = mx.concatenate(x_OF, axis=-1)[:, None, :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -74,10 +74,10 @@ class Arm:
         """What routes the gate's layer at x [..., T, D]."""
         return gate.own(x)
 
-    def look_ahead(self, step: Step, layer: int) -> mx.array | None:
-        """The layer has its experts in `step`, and its input is built: [1, K], those of its next step if they are known by now.
+    def look_ahead(self, step: Step, layer: int) -> tuple[Sequence[int], mx.array] | None:
+        """The layer has its experts in `step`: what is known by now of the next step, layers up to it and their experts [L, K].
 
-        Lazily, and only from what the layer below has left: it is evaluated before the layer's own input.
+        Lazily, from what the layers below have left: it is evaluated before the layer's own input.
         """
         return None
 

@@ -7,6 +7,8 @@ on_demand; `bench --arms` gives every arm such a run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
@@ -36,11 +38,11 @@ class Oracle(Arm):
         if coming.trail in self._seen:
             coming.stage(sorted(last.ran), self._seen[coming.trail].astype(np.int64))
 
-    def look_ahead(self, step: Step, layer: int) -> mx.array | None:
+    def look_ahead(self, step: Step, layer: int) -> tuple[Sequence[int], mx.array] | None:
         """By the token that came next the last time; what `hints` stages goes by the one that comes."""
         following = None if step.trail is None else self._following.get(step.trail)
         experts_LK = None if following is None else self._seen.get(following)
         if experts_LK is None:
             return None
         row = sorted(self.parts.gates).index(layer)
-        return mx.array(experts_LK[row : row + 1])
+        return [layer], mx.array(experts_LK[row : row + 1])

@@ -9,9 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from edge0_runtime.arms import prerouter
 from edge0_runtime.arms.prerouter import Prerouter
 from edge0_runtime.contract.tier import Router, Sticky
 from edge0_runtime.engine import Engine
+from edge0_runtime.experts import memory
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.sequence import Sequence
 from tests.runtime.conftest import TIER
@@ -29,19 +31,27 @@ def early(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked: Asked = []
     want = ExpertMemory.want
 
-    def spy(memory: ExpertMemory, layers: list[int], experts_LK: np.ndarray, **options: bool) -> None:
+    def spy(held: ExpertMemory, layers: list[int], experts_LK: np.ndarray, **options: bool) -> None:
         if options.get("early"):
             asked.append((list(layers), np.sort(experts_LK).tolist()))
-        want(memory, layers, experts_LK, **options)
+        want(held, layers, experts_LK, **options)
 
     monkeypatch.setattr(ExpertMemory, "want", spy)
     return asked
 
 
-def test_the_next_steps_experts_are_asked_for_layer_by_layer_before_the_flush(
-    tiny_dir: Path, budget: Callable[..., float], prompts: list[list[int]], early: Asked
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_the_next_steps_experts_are_asked_for_before_the_flush(
+    tiny_dir: Path,
+    budget: Callable[..., float],
+    prompts: list[list[int]],
+    early: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    group: int,
 ) -> None:
     """Owners 0 to 2 have heads: what layers 1 to 3 use next is known when they have got their experts of this step."""
+    monkeypatch.setattr(prerouter, "GROUP", group)
+    monkeypatch.setattr(memory, "LEAST_ACCURACY", 0.0)
     with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, SLOTS)) as engine:
         sequence = after_prompt(engine, prompts[2], 3)
         assert early == []  # the first step isn't predicted
@@ -52,10 +62,8 @@ def test_the_next_steps_experts_are_asked_for_layer_by_layer_before_the_flush(
             step = sequence.foresee(mx.array(7))
             sequence.flush()
             assert early == before_the_flush and step.ahead is not None
-            experts = np.sort(np.array(step.ahead.experts_TK)).tolist()
-            assert before_the_flush == [
-                ([layer], [experts_K]) for layer, experts_K in zip((1, 2, 3), experts, strict=True)
-            ]
+            experts_LK = np.sort(np.array(step.ahead.experts_TK)).tolist()
+            assert before_the_flush == [([layer], [experts_LK[layer - 1]]) for layer in (1, 2, 3)]
 
 
 def test_heads_that_see_the_token_wait_for_it(
@@ -69,7 +77,8 @@ def test_heads_that_see_the_token_wait_for_it(
 
 @pytest.mark.parametrize("router", [TIER.router, STICKY], ids=["plain", "sticky"])
 @pytest.mark.parametrize(("first_token", "feature_topk"), RULES)
-def test_a_head_alone_says_what_it_says_among_all(
+@pytest.mark.parametrize("group", [1, 2])
+def test_heads_say_inside_a_step_what_all_of_them_say_after_it(
     make_dir: Callable[..., Path],
     budget: Callable[..., float],
     prompts: list[list[int]],
@@ -77,8 +86,10 @@ def test_a_head_alone_says_what_it_says_among_all(
     first_token: str,
     feature_topk: str,
     router: Router,
+    group: int,
 ) -> None:
     """Bit for bit against the plain definition: all heads at once, on what the finished step left."""
+    monkeypatch.setattr(prerouter, "GROUP", group)
     directory = make_dir(first_token=first_token, feature_topk=feature_topk, router=router)
 
     def logits(sequence: Sequence) -> Trace:
