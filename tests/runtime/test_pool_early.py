@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from edge0_runtime.experts.pool import SlotPool
 from edge0_runtime.experts.reader import Reader
