@@ -45,6 +45,17 @@ def test_what_this_step_needs_takes_slots_of_what_was_read_early(
     assert pool.present(3, np.array([0, 1])).all() and pool.late == 2
 
 
+def test_what_is_there_and_needed_again_next_time_goes_before_what_this_step_needs(
+    make_pool: Callable[..., SlotPool],
+) -> None:
+    pool = make_pool(2)
+    pool.acquire(1, np.array([0, 1]), nothing, foreseen=True)
+    pool.release()
+    pool.want([1], np.array([[0, 1]]), early=True)
+    pool.want([2], np.array([[0, 1]]))
+    assert pool.present(2, np.array([0, 1])).all()
+
+
 def test_what_was_read_early_and_is_not_wanted_when_the_step_begins_is_free(
     make_pool: Callable[..., SlotPool], reader: Reader
 ) -> None:
@@ -67,3 +78,5 @@ def test_a_layers_slots_are_free_once_the_input_of_one_above_it_is_computed(make
     pool.acquire(3, np.array([0, 1]), lambda: waited.append(pool.present(3, np.array([0, 1])).all()))
     assert waited == [True]  # for bytes alone: the slots had been given by then
     assert pool.present(2, np.array([0, 1])).all() and not pool.present(1, np.array([0, 1])).any()
+    pool.acquire(0, np.array([0]), lambda: waited.append(bool(pool.present(0, np.array([0])).any())))
+    assert waited[:2] == [True, False]  # layer 2 may be computing still: first for that
