@@ -16,6 +16,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.experts import memory
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.sequence import Sequence
+from edge0_runtime.step import Step
 from tests.runtime.conftest import TIER
 from tests.runtime.test_prerouter import RULES
 from tests.runtime.test_sequence import TOKENS, Trace, after_prompt, decode
@@ -123,3 +124,29 @@ def test_a_request_that_ends_early_leaves_nothing_reading(
         assert running is not None and running.last is None
         assert not pool._outstanding and not pool._early_wants
         assert not pool._early_S.any()
+
+
+def test_slots_are_released_once_the_input_above_them_is_computed_and_the_rest_when_it_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layer by layer: submitted, and the one below waited for, so that something is always being computed."""
+    events: list[tuple[str, int]] = []
+    inputs = [mx.array(float(layer)) for layer in range(3)]
+
+    class Memory:
+        def release(self, below: int) -> None:
+            events.append(("released below", below))
+
+    def noting(what: str) -> Callable[[mx.array], None]:
+        return lambda array: events.append((what, [x is array for x in inputs].index(True)))
+
+    monkeypatch.setattr(mx, "async_eval", noting("submitted"))
+    monkeypatch.setattr(mx, "eval", noting("computed"))
+    step = Step(0, memory=Memory(), look_ahead=lambda *_: None)  # type: ignore[arg-type]
+    for layer, x in enumerate(inputs):
+        step.proceed(layer, x)
+    first, second, third = (("submitted", layer) for layer in range(3))
+    below = [[("computed", layer), ("released below", layer)] for layer in range(2)]
+    assert events == [first, second, *below[0], third, *below[1]]
+    step.stop()
+    assert events[-1] == ("computed", 2) and step.memory is None
