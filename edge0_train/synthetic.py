@@ -5,7 +5,7 @@
     write_adapters(directory, tier, calibrate(tier, 0.25, seed=0), seed=0)
 
 Codes are uniform, so a weight is uniform too, of a variance that keeps activations at the size of their inputs. Quality is
-nil; names, shapes, bytes, and how many experts a step shares with the one before are what it is for.
+nil; names, shapes, bytes, and how many experts a step shares with those before are what it is for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import datetime
 import math
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Names
 from edge0_runtime.contract.heads import HEAD_KINDS
 from edge0_runtime.contract.provenance import Provenance
-from edge0_runtime.contract.tier import Tier, head_key
+from edge0_runtime.contract.tier import Router, Tier, head_key
 from edge0_train.adapters import tool_version
 from edge0_train.base.layout import Target, checkpoint_layout, quantization_block
 from edge0_train.base.names import mlx_config, own_fields, tier_config
@@ -37,6 +37,7 @@ from edge0_train.base.quantize_model import COPIED
 from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
 from edge0_train.environment import code_commit
 from edge0_train.student.router import multi_hot, select
+from edge0_train.student.sticky import Choices, choose, never
 
 ROUTER_GAIN = 3.0  # a router's logits of a deviation of 3: the chosen experts' weights differ
 HEAD_NOISE = 0.25  # deviation of what hidden state and token add to an overlapping head's logits
@@ -67,6 +68,13 @@ def shrink(tier: Tier, architecture: Mapping[str, int], k: int | None = None) ->
         )
     data |= {"name": f"{tier.name}-synthetic", "k": tier.k if k is None else k}
     data |= {"architecture": dict(tier.architecture) | dict(architecture), "owners": owners, "consumers": consumers}
+    return Tier.from_dict(data)
+
+
+def with_sticky(tier: Tier, bias: float, window: int) -> Tier:
+    """The tier with that rule (docs/method.md 1.7) and nothing else changed, under a name of its own: `<name>-sticky`."""
+    data = tier.to_dict()
+    data |= {"name": f"{tier.name}-sticky", "router": data["router"] | {"sticky": {"bias": bias, "window": window}}}
     return Tier.from_dict(data)
 
 
@@ -155,8 +163,8 @@ def _float_values(target: Target, tier: Tier, random: np.random.Generator) -> np
 # -- the adapters ------------------------------------------------------------------------------------------------------
 
 
-def write_adapters(directory: Path | str, tier: Tier, strength: float, *, seed: int = 0) -> None:
-    """Random heads of that strength (`overlapping_heads`) and LoRA, bound to the base in `directory` and to each other."""
+def write_adapters(directory: Path | str, tier: Tier, strength: float, *, seed: int = 0, loudness: float = 1.0) -> None:
+    """Random heads (`overlapping_heads`) and LoRA, bound to the base in `directory` and to each other."""
     directory = Path(directory)
     checkpoint = Checkpoint.open(directory)
     base = checkpoint.identity()
@@ -177,7 +185,7 @@ def write_adapters(directory: Path | str, tier: Tier, strength: float, *, seed: 
             base_config=base.config,
         )
 
-    heads = overlapping_heads(tier, strength, seed)
+    heads = overlapping_heads(tier, strength, seed, loudness)
     sha256 = write_adapter(directory / tier.file_name("prerouter"), "prerouter", tier, heads, provenance(None))
     lora = random_lora(tier, seed)
     write_adapter(directory / tier.file_name("lora"), "lora", tier, lora, provenance(sha256))
@@ -193,7 +201,7 @@ def random_lora(tier: Tier, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.ndarray]:
+def overlapping_heads(tier: Tier, strength: float, seed: int, loudness: float = 1.0) -> dict[str, np.ndarray]:
     """Heads whose layers need some of their experts for two tokens in a row.
 
     The only inputs that a head shares from one token to the next are the owner's routings: this token's set is the next
@@ -201,9 +209,10 @@ def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.nd
     permutation P of the experts, `strength` high), and the current block also holds a random matrix R, a hash of the set,
     that decides which of them win:
 
-        logits(t+1) = (strength P + R) set(t) + strength P set(t-1) + a little of h(t)
+        logits(t+1) = loudness ((strength P + R) set(t) + strength P set(t-1) + a little of h(t))
 
     Strength 0 leaves what R's images of half-equal sets share, a little over chance; without bound, everything is kept.
+    Loudness has no part in who is chosen, but in how much a sticky rule's bias counts against the logits.
     """
     kind, columns, experts = HEAD_KINDS[tier.head], tier.head_columns, tier.num_experts
     tensors: dict[str, np.ndarray] = {}
@@ -213,10 +222,10 @@ def overlapping_heads(tier: Tier, strength: float, seed: int) -> dict[str, np.nd
         linear = HEAD_NOISE * random.standard_normal((experts, tier.head_input)) / np.sqrt(tier.hidden_size)
         linear[:, columns["routing"]] = strength * image + hash_EE
         linear[:, columns["previous"]] = strength * image
-        tensors[head_key(owner, kind.direct)] = linear.astype(np.float32)
+        tensors[head_key(owner, kind.direct)] = (loudness * linear).astype(np.float32)
         for part, shape in kind.tensors(tier.head_input, tier.head_width, experts).items():
             if part != kind.direct:
-                gain = HEAD_NOISE if part in kind.adding else 1.0
+                gain = loudness * HEAD_NOISE if part in kind.adding else 1.0
                 values = gain * random.standard_normal(shape) / np.sqrt(shape[1])
                 tensors[head_key(owner, part)] = values.astype(np.float32)
     return tensors
@@ -244,30 +253,84 @@ def calibrate(tier: Tier, overlap: float, seed: int) -> float:
     return (low + high) / 2
 
 
+def calibrate_loudness(tier: Tier, sticky: Tier, strength: float, share: float, seed: int) -> float:
+    """The loudness at which `sticky` misses `share` of what `tier`, the same without the rule, does (`simulated_misses`).
+
+    Raises Edge0Error naming the range that can be had.
+    """
+
+    def left(loudness: float) -> float:
+        return simulated_misses(sticky, strength, seed, loudness) / plain
+
+    plain = simulated_misses(tier, strength, seed, 1.0)
+    low, high = 2.0**-4, 2.0**6
+    least, most = left(low), left(high)
+    if not least <= share <= most:
+        raise Edge0Error(
+            f"misses: {share} of the plain tier's cannot be had with this rule; choose from {least:.3f} to {most:.3f}"
+        )
+    for _ in range(10):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if left(middle) < share else (low, middle)
+    return math.sqrt(low * high)
+
+
 def simulated_overlap(tier: Tier, strength: float, seed: int) -> float:
-    """Mean over the predicted layers of |set(t+1) & set(t)| / K, if each first owner's sets were drawn at random.
+    """Mean over the predicted layers of |set(t+1) & set(t)| / K."""
+    shares = []
+    for ran_TK in simulated(tier, strength, seed):
+        set_TE = multi_hot(ran_TK, tier.num_experts)
+        shares.append(float((set_TE[1:] * set_TE[:-1]).sum(-1).mean()) / tier.k)
+    return sum(shares) / len(shares)
+
+
+def simulated_misses(tier: Tier, strength: float, seed: int, loudness: float) -> float:
+    """Experts that a predicted layer reads a token on average, where each holds the 2 K that it used last."""
+    every = [misses(ran_TK.tolist(), 2 * tier.k) for ran_TK in simulated(tier, strength, seed, loudness)]
+    return sum(every) / len(every)
+
+
+def misses(ran_TK: Sequence[Sequence[int]], held: int) -> float:
+    """Experts a token that are not among the `held` that were used last."""
+    held_now: dict[int, None] = {}  # the one used longest ago first
+    count = 0
+    for ran_K in ran_TK:
+        count += sum(expert not in held_now for expert in ran_K)
+        for expert in ran_K:
+            held_now.pop(expert, None)
+            held_now[expert] = None
+        for expert in list(held_now)[:-held]:
+            del held_now[expert]
+    return count / len(ran_TK)
+
+
+def simulated(tier: Tier, strength: float, seed: int, loudness: float = 1.0) -> list[torch.Tensor]:
+    """Experts [T, K] of each predicted layer, if each first owner's sets were drawn at random.
 
     Under `executed` one-hots a head sees what the head before it chose, under `teacher` the layer's own, random here.
     """
     random = torch.Generator().manual_seed(seed)
-
-    def own_choice() -> torch.Tensor:
-        return multi_hot(
-            torch.rand(SIMULATED, tier.num_experts, generator=random).topk(tier.k).indices, tier.num_experts
-        )
-
-    shares: list[float] = []
     chosen: dict[int, torch.Tensor] = {}
     for owner in tier.owners:
         chained = tier.feature_topk == "executed" and owner in chosen
-        set_TE = chosen[owner] if chained else own_choice()
+        if not chained:
+            own_TK = torch.rand(SIMULATED, tier.num_experts, generator=random).topk(tier.k).indices
+        set_TE = multi_hot(chosen[owner] if chained else own_TK, tier.num_experts)
         image, hash_EE = (torch.from_numpy(part).float() for part in _locality(tier, owner, seed))
         near_TE = set_TE @ (strength * image + hash_EE).T
         far_TE = set_TE @ (strength * image).T
         logits_TE = HEAD_NOISE * torch.randn(SIMULATED, tier.num_experts, generator=random)
         logits_TE[1:] += near_TE[:-1]
         logits_TE[2:] += far_TE[:-2]
-        chosen[owner + 1] = multi_hot(select(tier.router, logits_TE, tier.k), tier.num_experts)
-        if owner + 1 in tier.consumers:
-            shares.append(float((chosen[owner + 1][1:] * chosen[owner + 1][:-1]).sum(-1).mean()) / tier.k)
-    return sum(shares) / len(shares)
+        chosen[owner + 1] = _chosen(tier.router, loudness * logits_TE, tier.k)
+    return [chosen[layer] for layer in tier.consumers]
+
+
+def _chosen(router: Router, logits_TE: torch.Tensor, k: int) -> torch.Tensor:
+    """[T, K], of one sequence whose every input is predicted."""
+    plain_TK = select(router, logits_TE, k)
+    if not router.sticky:
+        return plain_TK
+    by_head_1T = torch.ones(1, len(logits_TE), dtype=torch.bool)
+    since_1E = never(router, logits_TE[:1])
+    return choose(router, Choices(logits_TE[None], plain_TK[None], by_head_1T, ~by_head_1T, since_1E))[0][0]

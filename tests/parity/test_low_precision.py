@@ -18,7 +18,7 @@ import torch
 from edge0_runtime import loading
 from edge0_runtime.arms import ARMS, arm_class
 from edge0_runtime.contract.artifacts import read_adapter
-from edge0_runtime.contract.tier import Router, Tier, builtin_tier
+from edge0_runtime.contract.tier import Router, Sticky, Tier, builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.routing import Routing, predicted
 from edge0_runtime.sequence import Sequence
@@ -34,6 +34,12 @@ TIERS = {
     "softmax_topk": builtin_tier("nano"),
     "wider mass": dataclasses.replace(builtin_tier("nano"), router=Router("softmax_topk", mass_k=8)),
     "sigmoid_group": builtin_tier("nano-ling"),
+}
+TIERS |= {
+    f"{name}, sticky": dataclasses.replace(
+        TIERS[name], router=dataclasses.replace(TIERS[name].router, sticky=Sticky(0.5, 2))
+    )
+    for name in ("softmax_topk", "sigmoid_group")
 }
 TEACHERS = {"qwen3_5_moe": TEACHER, "bailing_moe_v3": TEACHER.with_name("nano-ling-teacher")}
 
@@ -99,14 +105,25 @@ def test_both_sides_make_the_same_of_a_prediction(nano: tuple[Tier, Path, Studen
             _, weights_NK, experts_NK = executed[layer]
             wanted_NE = torch.zeros(len(experts_NK), tier.num_experts).scatter_(1, experts_NK, weights_NK.float())
             logits_NE = routing.predictions[layer - 1].flatten(0, 1)[by_head_N]
-            got_NE = served_weights(engine, layer, predicted(tier.router, mx.array(logits_NE.numpy()), tier.k))
+            bonus_NE = bonus(tier, routing.executed[layer]).flatten(0, 1)[by_head_N]
+            gained = mx.array(bonus_NE.numpy()) if tier.router.sticky else None
+            got_NE = served_weights(engine, layer, predicted(tier.router, mx.array(logits_NE.numpy()), tier.k, gained))
             wanted_NE = wanted_NE[by_head_N].numpy()
             assert np.array_equal(got_NE > 0, wanted_NE > 0)
             assert (np.abs(got_NE - wanted_NE) <= 2**-8 * wanted_NE).all()  # one bit of bfloat16
             count += len(logits_NE)
-            rounded = select(tier.router, logits_NE.bfloat16(), tier.k).sort(-1).values
+            rounded = select(tier.router, (logits_NE + bonus_NE).bfloat16(), tier.k).sort(-1).values
             rounded_otherwise += int((rounded != experts_NK[by_head_N].sort(-1).values).any(-1).sum())
     assert count >= 2000 and rounded_otherwise > count / 200  # what this test is there to see
+
+
+def bonus(tier: Tier, ran_BTK: torch.Tensor) -> torch.Tensor:
+    """[B, T, E] of a sticky tier (docs/method.md 1.7), 0 of a plain one."""
+    ran_BTE = torch.zeros(*ran_BTK.shape[:2], tier.num_experts).scatter_(-1, ran_BTK, 1.0)
+    recent_BTE = torch.zeros_like(ran_BTE)
+    for ago in range(1, tier.router.sticky.window + 1):
+        recent_BTE[:, ago:] += ran_BTE[:, :-ago]
+    return tier.router.sticky.bias * (recent_BTE > 0)
 
 
 def served_weights(engine: Engine, layer: int, routing: Routing) -> np.ndarray:

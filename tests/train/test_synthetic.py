@@ -16,7 +16,17 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_train.base.load import load_base
-from edge0_train.synthetic import calibrate, overlapping_heads, shrink, simulated_overlap, write_adapters, write_base
+from edge0_train.synthetic import (
+    calibrate,
+    calibrate_loudness,
+    misses,
+    overlapping_heads,
+    shrink,
+    simulated_overlap,
+    with_sticky,
+    write_adapters,
+    write_base,
+)
 from tests.scripts_by_path import load_script
 
 OVERLAP = 0.25
@@ -71,6 +81,61 @@ def test_the_same_of_a_family_whose_gates_choose_themselves(tmp_path):
         steps = [step.experts for step in engine.generate([5, 6, 7], max_tokens=80, ignore_eos=True, trace=True)]
     moe = tier.layout.moe_layers(tier.architecture)
     assert overlap(steps[1:])[moe.index(2) :].mean() == pytest.approx(0.42, abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def two_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nano's shapes by the plain rule and by a sticky one that leaves half of the misses, on one base."""
+    directory, tier = tmp_path_factory.mktemp("synthetic") / "nano", builtin_tier("nano")
+    sticky, strength = with_sticky(tier, 2.0, 2), calibrate(tier, OVERLAP, 0)
+    loudness = calibrate_loudness(tier, sticky, strength, 0.5, 0)
+    write_base(directory, tier)
+    for each in (tier, sticky):
+        write_adapters(directory, each, strength, loudness=loudness)
+    return directory
+
+
+def test_a_sticky_rule_leaves_the_misses_that_were_asked_for(two_rules):
+    """Measured in the engine over a random text, in an LRU of 2 K a layer."""
+    text, found = np.random.default_rng(1).integers(3, 384, 300).tolist(), {}
+    for name in ("nano", "nano-sticky"):
+        with Engine.load(two_rules, tier_name=name) as engine:
+            steps = np.stack([step.experts for step in engine.replay(text[:8], text[8:])])[2:]
+        found[name] = np.mean([misses(steps[:, layer].tolist(), 8) for layer in range(2, 7)])
+    assert found["nano-sticky"] / found["nano"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_sticky_twin_differs_in_its_rule_alone(two_rules):
+    plain, sticky = (
+        {kind: read_adapter(two_rules / tier.file_name(kind), kind) for kind in ("prerouter", "lora")}
+        for tier in (builtin_tier("nano"), with_sticky(builtin_tier("nano"), 2.0, 2))
+    )
+    for kind, adapter in plain.items():
+        assert adapter.tensors.keys() == sticky[kind].tensors.keys()
+        assert all(np.array_equal(value, sticky[kind].tensors[key]) for key, value in adapter.tensors.items())
+    changed = {
+        "name": "nano-sticky",
+        "router": plain["lora"].tier.to_dict()["router"] | {"sticky": {"bias": 2.0, "window": 2}},
+    }
+    assert sticky["lora"].tier.to_dict() == plain["lora"].tier.to_dict() | changed
+
+
+def test_loudness_is_a_factor_of_the_logits():
+    tier = builtin_tier("nano")
+    quiet, loud = (overlapping_heads(tier, 1.0, 0, loudness) for loudness in (1.0, 2.0))
+    for key, value in quiet.items():
+        np.testing.assert_array_equal(loud[key], value if ".fc1." in key else 2 * value)
+
+
+def test_misses_by_hand():
+    assert misses([[1, 2], [2, 3], [4, 5], [2, 1]], held=3) == (2 + 1 + 2 + 2) / 4  # 2 went when 5 came, 1 before
+    assert misses([[1, 2], [2, 3], [4, 5], [2, 1]], held=5) == (2 + 1 + 2 + 0) / 4
+
+
+def test_a_rule_that_cannot_leave_so_few_misses_says_what_it_can():
+    tier = builtin_tier("nano")
+    with pytest.raises(Edge0Error, match=r"misses: 1.5 of the plain tier's cannot be had .* choose from 0\.\d+ to"):
+        calibrate_loudness(tier, with_sticky(tier, 2.0, 2), 1.0, 1.5, 0)
 
 
 def test_the_8b_has_its_published_bytes_of_routed_experts(tmp_path):
@@ -129,6 +194,12 @@ def test_the_script_writes_a_directory_that_opens(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["x", "nano", str(tmp_path / "m"), "--experts", "16", "--overlap", "0.5"])
     script.main()
     assert "simulated overlap 0.5" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["x", "nano", str(tmp_path / "two"), "--sticky", "2,2"])
+    script.main()
+    assert "tier nano-synthetic-sticky: loudness" in capsys.readouterr().out
+    with Engine.load(tmp_path / "two", tier_name="nano-synthetic-sticky") as engine:
+        assert (engine.model.tier.router.sticky.bias, engine.model.tier.router.sticky.window) == (2.0, 2)
+    monkeypatch.setattr(sys, "argv", ["x", "nano", str(tmp_path / "m"), "--experts", "16", "--overlap", "0.5"])
     assert Checkpoint.open(tmp_path / "m").text_config()["num_experts"] == 16
     with pytest.raises(SystemExit, match=r"error: output directory .* exists"):
         script.main()
