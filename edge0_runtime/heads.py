@@ -27,6 +27,7 @@ def mlp(parts: Parts, x_O1F: mx.array) -> mx.array:
     return hidden_O1W @ parts["fc2"] + x_O1F @ parts["linear_init"]
 
 
+EVERY = slice(None)
 KINDS: dict[str, Callable[[Parts, mx.array], mx.array]] = {"mlp": mlp}
 """By the names of `HEAD_KINDS`."""
 
@@ -61,20 +62,23 @@ class Heads:
         """Memory that the heads take."""
         return sum(part.nbytes for part in self._parts.values())
 
-    def __call__(self, before: Mapping[str, mx.array], embedding_D: mx.array) -> mx.array:
+    def __call__(self, before: Mapping[str, mx.array], embedding_D: mx.array | None, rows: slice = EVERY) -> mx.array:
         """Router logits [O, E] of the next layers at the next token, float32.
 
         Args:
             before: by the names of `HEAD_INPUTS`, what is of this token: hidden [O, D], routing and previous [O, E]; float32.
             embedding_D: the base's embedding of the next token; only heads that see the token look at it.
+            rows: only these heads, O of them; each says the same bits as among all.
         """
+        parts = {name: part[rows] for name, part in self._parts.items()}
         names = self._tier.head_inputs
         x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D) for name in names]
         x_O1F = mx.concatenate(x_OF, axis=-1)[:, None, :]
-        return KINDS[self._tier.head](self._parts, x_O1F).squeeze(1)
+        return KINDS[self._tier.head](parts, x_O1F).squeeze(1)
 
-    def _token(self, embedding_D: mx.array) -> mx.array:
+    def _token(self, embedding_D: mx.array | None) -> mx.array:
         """The input `token`, the same for all owners: [O, D]."""
+        assert embedding_D is not None
         token_D = unit_rms(embedding_D)
         return mx.broadcast_to(token_D, (len(self.owners), *token_D.shape))
 

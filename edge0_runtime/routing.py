@@ -7,7 +7,7 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -58,6 +58,21 @@ def predicted(router: Router, logits_TE: mx.array, k: int, bonus_TE: mx.array | 
     if choosing_TE is not None:
         logits_TE = _only(logits_TE, experts_TK)
     return Routing(logits_TE, experts_TK, choosing_TE=choosing_TE)
+
+
+def stack(rows: Sequence[Routing]) -> Routing:
+    """Several layers' routings [1, E] as one [layers, E]."""
+
+    def joined(arrays: list[mx.array | None]) -> mx.array | None:
+        there = [array for array in arrays if array is not None]
+        return mx.concatenate(there) if there else None
+
+    return Routing(
+        joined([each.logits_TE for each in rows]),
+        joined([each.experts_TK for each in rows]),
+        joined([each.weights_TK for each in rows]),
+        joined([each.choosing_TE for each in rows]),
+    )
 
 
 def row(router: Router, stacked: Routing, index: int) -> Routing:

@@ -131,6 +131,7 @@ class Sequence:
         coming.memory = self._model.memory
         coming.flushed = True
         if self._model.memory is not None:
+            self._model.memory.turn()
             self._model.arm.hints(last, coming)
 
     def run(self) -> mx.array:
@@ -170,9 +171,7 @@ class Sequence:
         """Give its memory back, whatever became of it; nothing is read for it any more."""
         for step in (self._model.running.step, self.last, self.coming):
             if step is not None:
-                step.memory = step.route = (
-                    None  # an exception that somebody keeps may hold the step, and slots are large
-                )
+                step.stop()  # an exception that somebody keeps may hold the step, and slots are large
         self._model.running.step = Step()
         self._kv, self.last, self.coming = [], None, None
         if self._model.memory is not None:
@@ -192,12 +191,16 @@ class Sequence:
             mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
         self._settle()
         self.coming = None  # what was foreseen is for the step after the last one
-        step.route, step.memory, step.waits = model.arm.route, model.memory, not model.never_waits
+        step.route, step.look_ahead = model.arm.route, model.arm.look_ahead
+        step.memory, step.waits = model.memory, not model.never_waits
+        step.last = last
+        if last is not None:
+            last.stop()
         if step.whole_layers and model.memory is not None:
             model.memory.want_layer(model.memory.layers[0])
         model.running.step = step
         logits_1TV = model.network(tokens_T[None], cache=self._kv)
-        step.features = model.arm.remember(step, last)
+        step.features = model.arm.remember(step)
         step.logits_V = logits_1TV[0, -1]
         self.last = step
         return step.logits_V

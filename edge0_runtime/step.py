@@ -35,7 +35,9 @@ class Step:
         token: the id that a decode step processes, scalar; None for a chunk of the prompt.
         trail: fingerprint of all ids of the sequence, as they were cut into passes, up to and with this pass's; None where it
             isn't known: before the flush, and behind a step that was run without one.
-        route: (step, gate, x) -> what routes the gate's layer: the arm's.
+        route: (step, gate, x) -> what routes the gate's layer: the arm's. look_ahead: (step, layer) -> layers and their
+            experts in the next step, as far as the arm knows them by now.
+        last: the pass before; its own is forgotten.
         memory: the experts that the pass computes from and has read ahead; None where all are resident.
         waits: an expert may have to be waited for, so that knowing it earlier is worth something.
         whole_layers: `experts.streaming.Pass`; so are staged, guessed, expected, chosen and ran.
@@ -46,7 +48,8 @@ class Step:
         inputs: layer -> [D], its MoE input at the last token, where the arm keeps it.
         own: layer -> [<=2, K], what its own gate chooses at the last two tokens, where the arm keeps it; own_by: by which
             scores, as `Routing.scores`.
-        features: what the arm leaves for the next step's foresight.
+        features: what the arm leaves for the next step's foresight. early: first of a group of heads -> what these have said
+            of it already while this step ran.
         since: [consumers, E], what it leaves of a sticky tier beside them, the prompt's passes included (sticky.py).
         logits_V: after the pass's last token.
     """
@@ -55,6 +58,8 @@ class Step:
     token: mx.array | None = None
     trail: int | None = None
     route: Callable[[Step, Any, mx.array], Routing] | None = None
+    look_ahead: Callable[[Step, int], tuple[Sequence[int], mx.array] | None] | None = None
+    last: Step | None = None
     memory: ExpertMemory | None = None
     waits: bool = False
     whole_layers: bool = False
@@ -71,8 +76,10 @@ class Step:
     own: dict[int, mx.array] = field(default_factory=dict)
     own_by: dict[int, Callable[[], mx.array] | None] = field(default_factory=dict)
     features: Any = None
+    early: dict[int, Routing] = field(default_factory=dict)
     since: mx.array | None = None
     logits_V: mx.array | None = None
+    _submitted: tuple[int, mx.array] | None = None  # the last layer that went on, and its input
 
     @property
     def decoding(self) -> bool:
@@ -96,6 +103,33 @@ class Step:
         """These may be experts of these layers: read them as far as they aren't there."""
         if self.memory is not None:
             self.memory.want(layers, experts_LK)
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def proceed(self, layer: int, x: mx.array) -> None:
+        """The layer has its experts and x, its input, is built: have it computed while the pass is built on.
+
+        What the arm knows by now of the next step's experts is looked at meanwhile, and read.
+        """
+        if not self.decoding or self.look_ahead is None or self.memory is None:
+            return
+        known = self.look_ahead(self, layer)
+        if known is not None:
+            mx.async_eval(known[1])  # before x: it needs no more than the input of the layer below
+        mx.async_eval(x)
+        below, self._submitted = self._submitted, (layer, x)
+        if below is not None:
+            mx.eval(below[1])
+            self.memory.release(below[0])
+        if known is not None:
+            self.memory.guess(known[0], np.array(known[1]).astype(np.int64), early=True)
+
+    def stop(self) -> None:
+        """Whatever became of it, nothing computes for it any more, and it holds no slots."""
+        self.memory = self.route = self.look_ahead = self.last = None
+        if self._submitted is not None:
+            mx.eval(self._submitted[1])
+            self._submitted = None
 
     # -- afterwards -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -74,8 +74,15 @@ class Arm:
         """What routes the gate's layer at x [..., T, D]."""
         return gate.own(x)
 
-    def remember(self, step: Step, last: Step | None) -> Any:
-        """The pass is built, after `last`: what the next step's `foresee` will find in `features`. Arrays in lists and tuples."""
+    def look_ahead(self, step: Step, layer: int) -> tuple[Sequence[int], mx.array] | None:
+        """The layer has its experts in `step`: what is known by now of the next step, layers up to it and their experts [L, K].
+
+        Lazily, from what the layers below have left: it is evaluated before the layer's own input.
+        """
+        return None
+
+    def remember(self, step: Step) -> Any:
+        """The pass is built: what the next step's `foresee` will find in `features`. Arrays in lists and tuples."""
         return None
 
 

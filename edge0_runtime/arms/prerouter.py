@@ -11,6 +11,7 @@ Shapes: O owners (those whose next layer is predicted first), T tokens, K expert
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -20,8 +21,11 @@ from edge0_runtime import sticky
 from edge0_runtime.arms import Parts
 from edge0_runtime.arms.lookahead import Lookahead
 from edge0_runtime.gates import Gate
-from edge0_runtime.routing import Routing, predicted, row
+from edge0_runtime.heads import EVERY
+from edge0_runtime.routing import Routing, predicted, row, stack
 from edge0_runtime.step import Step
+
+GROUP = 4  # heads that run together inside a step: each group costs about as much as all at once, however small
 
 
 class Features(NamedTuple):
@@ -53,17 +57,22 @@ class Prerouter(Lookahead):
         assert parts.heads is not None
         self._heads, self._tier = parts.heads, parts.tier
         self._owners = frozenset(self._heads.owners)
+        # The layer above all of a group's owners -> the group.
+        starts = range(0, len(self._heads.owners), GROUP)
+        groups = [slice(start, min(start + GROUP, len(self._heads.owners))) for start in starts]
+        self._groups = {max(self._heads.owners[rows]) + 1: rows for rows in groups}
         self.guessed = tuple(owner + 1 for owner in self._heads.owners[len(self._tier.consumers) :])
 
     def foresee(self, last: Step, coming: Step) -> None:
         """Run all heads on the last pass's features, if it left any: the consumers' routings, lazily."""
         if last.features is None:
             return
-        assert coming.token is not None
-        embedding_D = self.parts.embed(coming.token[None])[0]
-        features: Features = last.features
-        logits_OE = self._heads(features._asdict(), embedding_D)
-        coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k, self._bonus(last))
+        if len(last.early) == len(self._groups):  # all of them have run in the last pass
+            coming.ahead = stack([last.early[rows.start] for rows in self._groups.values()])
+        else:
+            assert coming.token is not None
+            embedding_D = self.parts.embed(coming.token[None])[0]
+            coming.ahead = self._predicted(last.features, last.since, embedding_D, EVERY)
         for index, layer in enumerate(self._tier.consumers):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)
 
@@ -86,41 +95,59 @@ class Prerouter(Lookahead):
                 step.own[layer], step.own_by[layer] = gate.choice(own), own.scores
         return routing
 
-    def remember(self, step: Step, last: Step | None) -> Features | None:
+    def remember(self, step: Step) -> Features | None:
         """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none.
 
         Of a sticky tier every pass leaves `Step.since`.
         """
         if self._tier.router.sticky:
-            step.since = self._since(step, last)
-        if not self._leaves_features(step):
+            step.since = self._since(step, EVERY)
+        return self._features(step, EVERY) if self._leaves_features(step) else None
+
+    def look_ahead(self, step: Step, layer: int) -> tuple[Sequence[int], mx.array] | None:
+        """What a group of heads says, as soon as the layers that they speak of have run; not if they need the next token."""
+        rows = self._groups.get(layer)
+        if rows is None or self._tier.token_aware:
             return None
+        since_CE = self._since(step, rows) if self._tier.router.sticky else None
+        routing = step.early[rows.start] = self._predicted(self._features(step, rows), since_CE, None, rows)
+        assert routing.experts_TK is not None
+        return [owner + 1 for owner in self._heads.owners[rows]], routing.experts_TK
+
+    def _predicted(
+        self, features: Features, since_CE: mx.array | None, embedding_D: mx.array | None, rows: slice
+    ) -> Routing:
+        """Of the heads in `rows`, whose features and consumers' `since` these are."""
+        logits_OE = self._heads(features._asdict(), embedding_D, rows)
+        bonus_OE = None
+        if since_CE is not None:  # none on what routes nothing, which stands behind the consumers'
+            bonus_CE = sticky.bonus(self._tier.router.sticky, since_CE)
+            bonus_OE = mx.pad(bonus_CE, [(0, len(logits_OE) - len(bonus_CE)), (0, 0)])
+        return predicted(self._tier.router, logits_OE, self._tier.k, bonus_OE)
+
+    def _features(self, step: Step, rows: slice) -> Features:
+        """Of the heads in `rows`."""
+        owners = self._heads.owners[rows]
         if self._tier.feature_topk == "executed":
-            last_OTK = mx.stack([mx.array(step.ran[n][-2:]).astype(mx.uint32) for n in self._heads.owners])
+            last_OTK = mx.stack([mx.array(step.ran[n][-2:]).astype(mx.uint32) for n in owners])
         else:
-            last_OTK = mx.stack([step.own[n] for n in self._heads.owners])
+            last_OTK = mx.stack([step.own[n] for n in owners])
         last_OTE = self._heads.multi_hot(last_OTK)
         if last_OTE.shape[1] > 1:
             previous_OE = last_OTE[:, -2]
-        elif last is not None and last.features is not None:  # the token before belongs to the pass before
-            previous_OE = last.features.routing
+        elif step.last is not None and step.last.features is not None:  # the token before belongs to the pass before
+            previous_OE = step.last.features.routing[rows]
         else:
             previous_OE = mx.zeros_like(last_OTE[:, -1])
-        hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in self._heads.owners])
+        hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in owners])
         return Features(hidden_OD, last_OTE[:, -1], previous_OE)
 
-    def _since(self, step: Step, last: Step | None) -> mx.array:
-        rule = self._tier.router.sticky
-        before_CE = sticky.never(self._tier) if last is None or last.since is None else last.since
-        ran_CTK = mx.stack([mx.array(step.ran[n][-rule.window :]).astype(mx.uint32) for n in self._tier.consumers])
-        return sticky.after(rule, before_CE, ran_CTK)
-
-    def _bonus(self, last: Step) -> mx.array | None:
-        """[O, E], on what `last` leaves; none for heads that route nothing."""
-        if last.since is None:
-            return None
-        bonus_CE = sticky.bonus(self._tier.router.sticky, last.since)
-        return mx.pad(bonus_CE, [(0, len(self.guessed)), (0, 0)])
+    def _since(self, step: Step, rows: slice) -> mx.array:
+        """Of the consumers in `rows`: [C, E]."""
+        rule, last = self._tier.router.sticky, step.last
+        before_CE = (sticky.never(self._tier) if last is None or last.since is None else last.since)[rows]
+        ran = [mx.array(step.ran[layer][-rule.window :]).astype(mx.uint32) for layer in self._tier.consumers[rows]]
+        return sticky.after(rule, before_CE, mx.stack(ran)) if ran else before_CE
 
     def _leaves_features(self, step: Step) -> bool:
         # Under "gate" the first decode step has no history: what the prompt routed to is not kept.

@@ -1,7 +1,8 @@
 """The I/O threads: they read bytes of experts into memory that somebody else owns, and know nothing of MLX.
 
 A lazy MLX array must not be touched by a second thread (docs/streaming.md "One memory"), so these get plain memory only. What a
-layer waits for goes before what is read ahead, and interrupts it between two ranges; what is read ahead goes in the
+layer waits for goes before what is read ahead, and interrupts it between two ranges; several threads share the projections of
+each expert of it, so that one that is missing alone gets more than its share of a busy disk. What is read ahead goes in the
 order in which it was asked for, the next layer's first.
 """
 
@@ -19,6 +20,7 @@ from functools import partial
 import numpy as np
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.families import PROJECTIONS, QUANTISED_PARTS
 from edge0_runtime.experts.store import ExpertStore
 
 IO_THREADS, MAX_IO_THREADS = 4, 64  # the default, and the most that may be asked for
@@ -34,6 +36,7 @@ class Load:
             to which bf16 or fp16 ones are widened (the low halves of their memory are zero, then and later).
         slots: where they go, for the one who asked. finished: the queue that takes the load when it is over.
         cancelled: set by the one who asked: don't begin. done: all bytes are there. error: why they aren't.
+        pending: parts that aren't over yet.
     """
 
     layer: int
@@ -44,6 +47,7 @@ class Load:
     cancelled: bool = False
     done: bool = False
     error: Edge0Error | None = None
+    pending: int = 0
 
 
 @dataclass(order=True)
@@ -51,9 +55,16 @@ class _Ticket:
     rank: int
     number: int
     load: Load | None = field(compare=False)
+    part: slice = field(compare=False)  # of the load, among the layer's tensors
 
 
+EVERY = slice(None)
+BY_PROJECTION = tuple(
+    slice(start, start + len(QUANTISED_PARTS))
+    for start in range(0, len(PROJECTIONS) * len(QUANTISED_PARTS), len(QUANTISED_PARTS))
+)
 DEMANDED, SOON, AHEAD, LAST = range(4)
+PENDING = threading.Lock()  # of every load's `pending`
 
 
 class Reader:
@@ -65,6 +76,7 @@ class Reader:
 
     def __init__(self, store: ExpertStore, threads: int, bound: int) -> None:
         """`bound`: most loads that may wait; a load owns a slot, so the number of slots is never exceeded."""
+        bound *= len(BY_PROJECTION)
         self.threads = threads
         self._numbers = itertools.count()
         self._queue: queue.PriorityQueue[_Ticket] = queue.PriorityQueue(bound + threads)
@@ -83,7 +95,10 @@ class Reader:
 
         `rank`: DEMANDED if somebody waits for it, SOON if the next layer may need it, AHEAD if a later one does.
         """
-        self._queue.put_nowait(_Ticket(rank, next(self._numbers), load))
+        parts = BY_PROJECTION if rank == DEMANDED else (EVERY,)
+        load.pending = len(parts)
+        for part in parts:
+            self._queue.put_nowait(_Ticket(rank, next(self._numbers), load, part))
 
     def drain(self) -> None:
         """Return when every load that was handed over is over."""
@@ -97,14 +112,14 @@ class Reader:
 
 def _stop(tickets: queue.PriorityQueue[_Ticket], workers: Sequence[threading.Thread]) -> None:
     for number, _ in enumerate(workers):
-        tickets.put(_Ticket(LAST, number, None))
+        tickets.put(_Ticket(LAST, number, None, EVERY))
     for worker in workers:
         worker.join()
 
 
 def _work(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket]) -> None:
     while (ticket := tickets.get()).load is not None:
-        _serve(store, ticket.load, partial(_serve_before, store, tickets, ticket.rank))
+        _serve(store, ticket, partial(_serve_before, store, tickets, ticket.rank))
         del ticket  # or an idle thread would keep it
         tickets.task_done()
     tickets.task_done()
@@ -124,34 +139,41 @@ def _serve_before(store: ExpertStore, tickets: queue.PriorityQueue[_Ticket], ran
             tickets.put(ticket)
             tickets.task_done()
             return
-        _serve(store, ticket.load, partial(_serve_before, store, tickets, ticket.rank))
+        _serve(store, ticket, partial(_serve_before, store, tickets, ticket.rank))
         tickets.task_done()
 
 
-def _serve(store: ExpertStore, load: Load, between: Callable[[], None]) -> None:
+def _serve(store: ExpertStore, ticket: _Ticket, between: Callable[[], None]) -> None:
+    load, error = ticket.load, None
+    assert load is not None
     try:
         if not load.cancelled:
-            _fill(store, load, between)
-            load.done = True
-    except Edge0Error as error:
-        load.error = error
-    except Exception as error:  # somebody waits for the load: it must come back
-        load.error = Edge0Error(f"reading experts of layer {load.layer} failed: {error!r}; this is a bug")
+            _fill(store, load, ticket.part, between)
+    except Edge0Error as failed:
+        error = failed
+    except Exception as failed:  # somebody waits for the load: it must come back
+        error = Edge0Error(f"reading experts of layer {load.layer} failed: {failed!r}; this is a bug")
+    with PENDING:
+        load.error = load.error or error
+        load.pending -= 1
+        if load.pending:
+            return
+    load.done = load.error is None and not load.cancelled
     load.targets = ()
     load.finished.put(load)
 
 
-def _fill(store: ExpertStore, load: Load, between: Callable[[], None]) -> None:
+def _fill(store: ExpertStore, load: Load, part: slice, between: Callable[[], None]) -> None:
     """Bytes go straight into their place; values to be widened make a stop."""
     buffers: list[Sequence[np.ndarray]] = []
     widened: list[tuple[str, np.ndarray, np.ndarray]] = []
-    for tensor, targets in zip(store.tensors[load.layer], load.targets, strict=True):
+    for tensor, targets in zip(store.tensors[load.layer][part], load.targets[part], strict=True):
         if targets[0].dtype == np.uint8:
             buffers.append(targets)
             continue
         buffers.append([np.empty(tensor.nbytes, np.uint8) for _ in targets])
         widened += [(tensor.dtype, *pair) for pair in zip(buffers[-1], targets, strict=True)]
-    store.read(load.layer, load.first, buffers, between)
+    store.read(load.layer, load.first, buffers, between, part)
     for dtype, source, target in widened:
         if dtype == "BF16":  # a bf16 number is the high half of the same float32 number
             target.view(np.uint16)[1::2] = source.view(np.uint16)

@@ -127,19 +127,21 @@ class ExpertStore:
         first: int,
         buffers: Sequence[Sequence[Buffer]],
         between: Callable[[], None] = lambda: None,
+        part: slice = slice(None),
     ) -> None:
         """Read experts that follow each other; may be called by several threads at once.
 
         Args:
             layer: whose experts. first: the lowest of their indices.
-            buffers: for each tensor of the layer, in order, writable bytes for every expert: `nbytes` each. An
-                expert's nine ranges lie far apart in the files, but neighbours touch: one call per tensor reads all.
+            buffers: for each tensor of the layer (of that `part` of them), in order, writable bytes for every expert:
+                `nbytes` each. An expert's nine ranges lie far apart in the files, but neighbours touch: one call per
+                tensor reads all.
             between: called before each range.
 
         Raises Edge0Error naming file, offset, wanted and got when the disk or the file fails; the buffers'
         contents are then undefined.
         """
-        for tensor, parts in zip(self.tensors[layer], buffers, strict=True):
+        for tensor, parts in zip(self.tensors[layer][part], buffers, strict=True):
             between()
             self._read(tensor, tensor.start + first * tensor.nbytes, parts)
 

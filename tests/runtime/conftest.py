@@ -23,6 +23,8 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.tier import Sticky, Tier
 from edge0_runtime.engine import Engine
+from edge0_runtime.experts.pool import SlotPool
+from edge0_runtime.experts.reader import Reader
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.loading import find_adapters
 from tests.random_adapters import write_adapters
@@ -191,3 +193,25 @@ def store(tiny_dir: Path) -> Iterator[ExpertStore]:
     opened = ExpertStore.open(Checkpoint.open(tiny_dir), tier)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def reader(store: ExpertStore) -> Iterator[Reader]:
+    """Two threads on `store`."""
+    opened = Reader(store, threads=2, bound=64)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def make_pool(store: ExpertStore, reader: Reader) -> Iterator[Callable[..., SlotPool]]:
+    """make_pool(slots, spare, float32) -> a pool for all layers of `store`."""
+    made = []
+
+    def make(slots: int, spare: int = 0, float32: bool = True) -> SlotPool:
+        made.append(SlotPool(store, reader, tuple(store.tensors), slots, spare, float32))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.abandon()

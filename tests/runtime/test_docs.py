@@ -65,9 +65,9 @@ def test_the_calls_of_a_step_come_in_the_drawings_order(
     assert DRAWING is not None
     watched = {
         **{f"Sequence.{name}": (Sequence, name) for name in ("foresee", "flush", "run")},
-        **{f"Arm.{name}": (Prerouter, name) for name in ("foresee", "hints", "route", "remember")},
-        **{f"Step.{name}": (Step, name) for name in ("dropped", "stage")},
-        **{f"ExpertMemory.{name}": (ExpertMemory, name) for name in ("release", "want")},
+        **{f"Arm.{name}": (Prerouter, name) for name in ("foresee", "hints", "route", "look_ahead", "remember")},
+        **{f"Step.{name}": (Step, name) for name in ("dropped", "stage", "proceed")},
+        **{f"ExpertMemory.{name}": (ExpertMemory, name) for name in ("release", "turn", "want")},
         "ExpertStore.check": (ExpertStore, "check"),
         "SlotPool.want": (SlotPool, "want"),
         "Gate.__call__": (Gate, "__call__"),

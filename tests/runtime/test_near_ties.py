@@ -16,6 +16,7 @@ from edge0_runtime.contract.traces import ReferenceTrace
 from edge0_runtime.engine import Engine
 from edge0_runtime.heads import Heads
 from edge0_runtime.measure.verify import EXPORT_AGAIN, NEAR_TIE, report_text, verify
+from edge0_runtime.step import Step
 from tests.runtime.test_verify import record
 
 LAYER = 1  # owner, and predicted: its own gate only speaks to its head
@@ -139,8 +140,8 @@ def test_features_of_the_wrong_position_fail(
 ) -> None:
     trace, remember = record(engine, prompts[:3]), Prerouter.remember
 
-    def late(arm: Prerouter, step: object, last: object) -> Features:
-        features = remember(arm, step, last)  # type: ignore[arg-type]
+    def late(arm: Prerouter, step: Step) -> Features:
+        features = remember(arm, step)
         assert features is not None
         return features._replace(routing=features.previous)
 

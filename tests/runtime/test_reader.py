@@ -39,10 +39,12 @@ def test_half_precision_is_widened_exactly(store: ExpertStore, monkeypatch: pyte
         tensor = dataclasses.replace(scales, dtype=dtype, nbytes=2**17)
         monkeypatch.setattr(store, "tensors", {0: (tensor,)})
         monkeypatch.setattr(
-            store, "read", lambda layer, first, buffers, between: buffers[0][0].__setitem__(..., patterns.view("u1"))
+            store,
+            "read",
+            lambda layer, first, buffers, between, part: buffers[0][0].__setitem__(..., patterns.view("u1")),
         )
         target = np.zeros(2**16, np.float32)
-        _fill(store, Load(0, 0, [[target]], [0], queue.SimpleQueue()), lambda: None)
+        _fill(store, Load(0, 0, [[target]], [0], queue.SimpleQueue()), slice(None), lambda: None)
         wanted = np.array(mx.array(patterns).view(kind).astype(mx.float32))
         finite = np.isfinite(wanted)
         assert np.array_equal(target[finite], wanted[finite]) and not np.isfinite(target[~finite]).any()

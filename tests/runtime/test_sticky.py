@@ -22,6 +22,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.measure.verify import verify
 from edge0_runtime.routing import choice_gap, predicted, row
 from edge0_runtime.sequence import Sequence
+from edge0_runtime.step import Step
 from tests.runtime.test_arms import outputs
 from tests.runtime.test_routing import SIGMOID, plain_sigmoid_group
 from tests.runtime.test_sequence import TOKENS, after_prompt, decode
@@ -182,7 +183,11 @@ def other_rule(rule: Sticky) -> Callable[[pytest.MonkeyPatch, Engine], None]:
 
 def without_the_prompt(monkeypatch: pytest.MonkeyPatch, _: Engine) -> None:
     since = Prerouter._since
-    monkeypatch.setattr(Prerouter, "_since", lambda arm, step, last: since(arm, step, last if step.decoding else None))
+
+    def forgetful(arm: Prerouter, step: Step, rows: slice) -> mx.array:
+        return since(arm, step, rows) if step.decoding else sticky.never(arm._tier)[rows]
+
+    monkeypatch.setattr(Prerouter, "_since", forgetful)
 
 
 def without_the_newest(monkeypatch: pytest.MonkeyPatch, _: Engine) -> None:
