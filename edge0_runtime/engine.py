@@ -31,7 +31,6 @@ from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.libraries import PreTrainedTokenizerBase
 from edge0_runtime.loading import load_model
 from edge0_runtime.model import Model
-from edge0_runtime.plan import prefill_chunk
 from edge0_runtime.request import Token
 from edge0_runtime.sampling import Defaults, make_sampler
 from edge0_runtime.sequence import Sequence
@@ -67,7 +66,7 @@ class Engine:
         self.eos_ids = eos_ids
         self.defaults = defaults
         self.context_length = model.context_length
-        self.prefill_chunk = prefill_chunk(model.tier)
+        self.prefill_chunk = model.prefill_chunk
         self._busy = threading.Lock()
         self._requests = self._prompt_tokens = self._generated_tokens = 0
 
@@ -138,6 +137,7 @@ class Engine:
         budget_bytes = _budget_bytes(memory_budget)
         with self._between_requests("memory_budget"):
             self.model.resize(budget_bytes)
+            self.prefill_chunk = self.model.prefill_chunk
 
     def set_arm(self, arm: str) -> None:
         """Serve the requests that follow in another way; resident is only there from the start."""

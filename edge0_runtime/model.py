@@ -17,7 +17,7 @@ from edge0_runtime.experts.streaming import StreamingSwitchGLU
 from edge0_runtime.heads import Heads
 from edge0_runtime.host.disk import disk_speed
 from edge0_runtime.network import network_nbytes, to_float32
-from edge0_runtime.plan import Plan, make_plan
+from edge0_runtime.plan import Plan, make_plan, prefill_chunk
 from edge0_runtime.step import Running
 
 PROBE_BYTES = 64 * 2**20  # read at load to say what the disk gives
@@ -99,6 +99,11 @@ class Model:
         """Ids of a request lie below it."""
         size: int = self.tier.architecture["vocab_size"]  # equal to config.json's, checked at load
         return size
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens per forward pass."""
+        return prefill_chunk(self.tier) if self.plan is None else self.plan.prefill_chunk
 
     @property
     def never_waits(self) -> bool:

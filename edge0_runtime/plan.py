@@ -32,7 +32,7 @@ class Plan:
     Attributes:
         budget_bytes: what was asked for, or the default.
         resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
-        workspace_bytes: activations of the longest prompt chunk.
+        prefill_chunk: prompt tokens per forward pass. workspace_bytes: activations of such a chunk.
         expert_nbytes: of the largest expert on disk. slot_nbytes: of its slot in memory.
         slots: how many experts are held. experts: how many there are.
         step_experts: how many a token needs. predicted_experts: those of them that are known a token ahead.
@@ -43,6 +43,7 @@ class Plan:
     budget_bytes: int
     resident_bytes: int
     adapter_bytes: int
+    prefill_chunk: int
     workspace_bytes: int
     expert_nbytes: int
     slot_nbytes: int
@@ -123,7 +124,8 @@ def make_plan(
     expert_nbytes = max(store.expert_nbytes(layer) for layer in store.tensors)
     one_slot = max(slot_nbytes(tensors, float32) for tensors in store.tensors.values())
     experts = store.num_experts * layers
-    workspace = workspace_bytes(tier, prefill_chunk(tier))
+    chunk = prefill_chunk(tier)
+    workspace = workspace_bytes(tier, chunk)
     fixed = resident_bytes + adapter_bytes + workspace
     if budget_bytes is None:
         budget_bytes = min(fixed + experts * one_slot, max(memory_limit_bytes() // 4, fixed + one_slot))
@@ -139,6 +141,7 @@ def make_plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
         adapter_bytes=adapter_bytes,
+        prefill_chunk=chunk,
         workspace_bytes=workspace,
         expert_nbytes=expert_nbytes,
         slot_nbytes=one_slot,
