@@ -131,7 +131,7 @@ class Model:
             raise Edge0Error(f"memory_budget: arm {self.arm_name} holds all experts; it has no budget")
         self.recover()
         self.store.check()
-        plan = self._plan(budget_bytes)
+        plan = self._measured(self.plan_for(budget_bytes))
         log.info("%s", plan.text())
         if self.memory is not None:
             self.memory.close()
@@ -143,8 +143,9 @@ class Model:
             module.attach(self.memory)
         self.plan = plan
 
-    def _plan(self, budget_bytes: int | None) -> Plan:
-        plan = make_plan(
+    def plan_for(self, budget_bytes: int | None, memory_bytes: int | None = None) -> Plan:
+        """What a budget buys on a machine of that much memory, this one by default; reads nothing."""
+        return make_plan(
             self.tier,
             self.store,
             budget_bytes=budget_bytes,
@@ -152,7 +153,11 @@ class Model:
             adapter_bytes=self.fixed.adapter_bytes,
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),
             float32=self.fixed.float32,
+            memory_bytes=memory_bytes,
         )
+
+    def _measured(self, plan: Plan) -> Plan:
+        """With the disk's speed, where it counts."""
         if plan.full:
             return plan
         speed = disk_speed(self.store, threads=self.fixed.io_threads, max_bytes=PROBE_BYTES)

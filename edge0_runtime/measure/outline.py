@@ -12,7 +12,7 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,29 @@ def outline_of_tier(tier: Tier) -> Outline:
             overrides[module] = {"group_size": GROUP_SIZE, "bits": bits}
     quantization = {"group_size": GROUP_SIZE, "bits": 4, "mode": "affine"} | overrides
     return Outline(config | {"quantization": quantization}, tensors)
+
+
+def shortened(checkpoint: Checkpoint, tier: Tier, *, layers: int, experts: int) -> tuple[Outline, Tier]:
+    """The same model with its first layers alone and fewer experts in each; every layer but the first is predicted."""
+    layout = tier.layout
+    config = json.loads(json.dumps(checkpoint.config))
+    for part in (config, config.get("text_config", {})):
+        changed = {"num_hidden_layers": layers, layout.num_experts: experts}
+        part |= {key: value for key, value in changed.items() if key in part}
+        part |= {key: value[:layers] for key, value in part.items() if isinstance(value, list) and key.endswith("layer_types")}
+    tensors: dict[str, Kind] = {}
+    for name, (_, entry) in checkpoint.entries.items():
+        layer = without_layer(name)[1]
+        per_expert = f".{layout.router}." in name or any(
+            f".{path}." in name for path in (layout.experts, *layout.other_experts)
+        )
+        if layer < layers:
+            tensors[name] = (entry.dtype, (experts, *entry.shape[1:]) if per_expert else entry.shape)
+    architecture = dict(tier.architecture) | {"num_hidden_layers": layers, layout.num_experts: experts}
+    first = layout.moe_layers(architecture)[0]
+    predicted = tuple(range(first + 1, layers))
+    owners = tuple(layer - 1 for layer in predicted)
+    return Outline(config, tensors), replace(tier, architecture=architecture, owners=owners, consumers=predicted)
 
 
 def _filled(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
