@@ -5,6 +5,7 @@ The mathematics is mlx-lm's. In every MoE block two submodules are replaced, the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,23 +107,33 @@ def load_model(
         base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora))
     )
     store = ExpertStore.open(checkpoint, adapters.tier, base.fingerprint)
-    try:
-        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads, float32 or needs_float32())
-    except BaseException:
-        store.close()
-        raise
+    float32 = float32 or needs_float32()
+    with contextlib.ExitStack() as undo:
+        undo.callback(store.close)
+        model = build_model(checkpoint, adapters, identity, store, arm=arm, io_threads=io_threads, float32=float32)
+        undo.callback(model.close)
+        if model.arm.streams:
+            model.resize(budget_bytes)
+        else:
+            model.hold_embedding(True)
+        if float32 and model.never_waits:  # memory isn't scarce
+            model.widen()
+        evaluate(model.network)
+        undo.pop_all()
+    return model
 
 
-def _load(
+def build_model(
     checkpoint: Checkpoint,
     adapters: Adapters,
     identity: Identity,
     store: ExpertStore,
+    *,
     arm: str,
-    budget_bytes: int | None,
     io_threads: int,
     float32: bool,
 ) -> Model:
+    """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet."""
     tier = adapters.tier
     context_length = _context_length(checkpoint)
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
@@ -144,7 +155,7 @@ def _load(
     if store.embedding:
         embedding = StreamedEmbedding(embedding, store, float32)
         network.update_modules(tree_unflatten([(tier.layout.embedding, embedding)]))
-    model = Model(
+    return Model(
         network=network,
         parts=Parts(tier, gates, heads, embedding),
         running=running,
@@ -155,18 +166,6 @@ def _load(
         fixed=Fixed(float32, base_bytes - embedding_bytes, embedding_bytes, adapter_bytes, io_threads),
         arm=arm,
     )
-    try:
-        if streams:
-            model.resize(budget_bytes)
-        elif store.embedding:
-            embedding.hold()
-        if float32 and model.never_waits:  # memory isn't scarce
-            model.widen()
-        evaluate(network)
-    except BaseException:
-        model.close()
-        raise
-    return model
 
 
 def needs_float32() -> bool:

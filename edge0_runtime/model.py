@@ -134,22 +134,22 @@ class Model:
             raise Edge0Error(f"memory_budget: arm {self.arm_name} holds all experts; it has no budget")
         self.recover()
         self.store.check()
-        plan = self._plan(budget_bytes)
+        plan = self._measured(self.plan_for(budget_bytes))
         log.info("%s", plan.text())
         if self.memory is not None:
             self.memory.close()
         self.memory = None  # and with it the slots, before new ones are made
         for module in experts:
             module.detach()
-        for embedding in self._embeddings():
-            embedding.hold() if plan.embedding_bytes else embedding.release()
+        self.hold_embedding(plan.embedding_bytes > 0)
         self.memory = ExpertMemory(self.store, self.fixed.io_threads, plan.slots, self.tier.k, self.fixed.float32)
         for module in experts:
             module.attach(self.memory)
         self.plan = plan
 
-    def _plan(self, budget_bytes: int | None) -> Plan:
-        plan = make_plan(
+    def plan_for(self, budget_bytes: int | None, memory_bytes: int | None = None) -> Plan:
+        """What a budget buys on a machine of that much memory, this one by default; reads nothing."""
+        return make_plan(
             self.tier,
             self.store,
             budget_bytes=budget_bytes,
@@ -158,7 +158,11 @@ class Model:
             adapter_bytes=self.fixed.adapter_bytes,
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),
             float32=self.fixed.float32,
+            memory_bytes=memory_bytes,
         )
+
+    def _measured(self, plan: Plan) -> Plan:
+        """With the disk's speed, where it counts."""
         if plan.full:
             return plan
         speed = disk_speed(self.store, threads=self.fixed.io_threads, max_bytes=PROBE_BYTES)
@@ -182,13 +186,18 @@ class Model:
 
     def forget_experts(self) -> None:
         """Hold no expert any more, unless all are there for good, and no row of the embedding."""
-        for embedding in self._embeddings():
-            embedding.forget()
+        if isinstance(self.parts.embed, StreamedEmbedding):
+            self.parts.embed.forget()
         if self.memory is not None:
             self.memory.forget()
 
-    def _embeddings(self) -> list[StreamedEmbedding]:
-        return [module for module in (self.parts.embed,) if isinstance(module, StreamedEmbedding)]
+    def hold_embedding(self, held: bool) -> None:
+        """Have the whole embedding in memory, or read its rows as tokens need them; no matter where it can't but be held."""
+        if isinstance(self.parts.embed, StreamedEmbedding):
+            if held:
+                self.parts.embed.hold()
+            else:
+                self.parts.embed.release()
 
     def close(self) -> None:
         """End the I/O threads and close the files of the experts."""

@@ -113,6 +113,7 @@ def make_plan(
     embedding_bytes: int = 0,
     predicted_layers: int,
     float32: bool,
+    memory_bytes: int | None = None,
 ) -> Plan:
     """How many experts a budget holds.
 
@@ -121,9 +122,11 @@ def make_plan(
         resident_bytes, adapter_bytes: as they will be in memory.
         predicted_layers: layers whose routing is known a token ahead.
         float32: the network computes in it, and slots hold scales and biases in it.
+        memory_bytes: of the machine that it is for; None: this one's.
 
     Raises Edge0Error if not even one expert fits.
     """
+    memory_bytes = memory_limit_bytes() if memory_bytes is None else memory_bytes
     layers = len(store.tensors)
     expert_nbytes = max(store.expert_nbytes(layer) for layer in store.tensors)
     one_slot = max(slot_nbytes(tensors, float32) for tensors in store.tensors.values())
@@ -132,7 +135,7 @@ def make_plan(
     workspace = workspace_bytes(tier, chunk)
     fixed = resident_bytes + adapter_bytes + workspace
     if budget_bytes is None:
-        budget_bytes = min(fixed + experts * one_slot, max(memory_limit_bytes() // 4, fixed + one_slot))
+        budget_bytes = min(fixed + experts * one_slot, max(memory_bytes // 4, fixed + one_slot))
     slots = min(experts, (budget_bytes - fixed) // one_slot)
     if slots < 1:
         raise Edge0Error(
@@ -140,7 +143,7 @@ def make_plan(
             f" {fixed / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB;"
             f" give at least {(fixed + one_slot) / GIB:.6g}"
         )
-    check_memory("memory_budget", fixed + slots * one_slot, "give less")
+    check_memory("memory_budget", fixed + slots * one_slot, "give less", memory_bytes)
     return Plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
@@ -157,9 +160,9 @@ def make_plan(
     )
 
 
-def check_memory(field: str, needed_bytes: int, fix: str) -> None:
+def check_memory(field: str, needed_bytes: int, fix: str, memory_bytes: int | None = None) -> None:
     """Raises Edge0Error, naming `field` and `fix`, if the machine or this process's control group has less memory."""
-    limit = memory_limit_bytes()
+    limit = memory_limit_bytes() if memory_bytes is None else memory_bytes
     if needed_bytes > limit:
         raise Edge0Error(
             f"{field}: {size(needed_bytes)} are needed and this machine or control group has {size(limit)}; {fix}"
