@@ -30,11 +30,15 @@ class Kept:
     Attributes:
         token: for each token of context, in the dtype of the computing. inputs: a convolution's last inputs, likewise.
         state: of a recurrence, in float32.
+        scores: not kept, but made for each pair of a prompt chunk's and the context's tokens. unfolded: likewise for each token of
+            the context, where keys and values are made of latents.
     """
 
     token: int = 0
     inputs: int = 0
     state: int = 0
+    scores: int = 0
+    unfolded: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,17 @@ def attention(arch: Architecture, head_dim: int, *, gated: bool = False) -> Modu
 
 def keys_and_values(arch: Architecture, head_dim: int) -> Kept:
     """Of grouped-query attention."""
-    return Kept(token=2 * arch["num_key_value_heads"] * head_dim)
+    return Kept(token=2 * arch["num_key_value_heads"] * head_dim, scores=arch["num_attention_heads"])
 
 
 def latents(arch: Architecture) -> Kept:
     """Of latent attention: keys and values in one, and the rotary key that all heads share."""
-    return Kept(token=arch["kv_lora_rank"] + arch["qk_rope_head_dim"])
+    heads = arch["num_attention_heads"]
+    return Kept(
+        token=arch["kv_lora_rank"] + arch["qk_rope_head_dim"],
+        scores=2 * heads,  # of the rotary part, and of both
+        unfolded=heads * (arch["qk_nope_head_dim"] + arch["v_head_dim"]),
+    )
 
 
 def mlp(path: str, hidden: int, width: int) -> Modules:
