@@ -25,6 +25,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.loading import find_adapters
+from tests.budgets import budget_for
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]
@@ -155,14 +156,14 @@ def plain_model() -> Callable[[Path, int], Any]:
 @pytest.fixture(scope="session")
 def budget() -> Callable[..., float]:
     """budget(directory, slots, **flags of Engine.load) -> GiB in which exactly that many experts fit."""
-    known: dict[str, Any] = {}
+    known: dict[str, float] = {}
 
     def gib(directory: Path, slots: int, **flags: bool | str) -> float:
-        key = repr((directory, sorted(flags.items())))
+        key = repr((directory, slots, sorted(flags.items())))
         if key not in known:
             with Engine.load(directory, **flags) as engine:
-                known[key] = engine.model.plan
-        return (known[key].fixed_bytes + (slots + 0.5) * known[key].slot_nbytes) / 2**30
+                known[key] = budget_for(engine.model, slots) / 2**30
+        return known[key]
 
     return gib
 
