@@ -84,6 +84,7 @@ def load_model(
     allow_mismatch: bool,
     tier_name: str | None,
     float32: bool,
+    context: int | None = None,
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
@@ -111,7 +112,9 @@ def load_model(
     float32 = float32 or needs_float32()
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
-        model = build_model(checkpoint, adapters, identity, store, arm=arm, io_threads=io_threads, float32=float32)
+        model = build_model(
+            checkpoint, adapters, identity, store, arm=arm, context=context, io_threads=io_threads, float32=float32
+        )
         undo.callback(model.close)
         if model.arm.streams:
             model.resize(budget_bytes)
@@ -132,6 +135,7 @@ def build_model(
     arm: str,
     io_threads: int,
     float32: bool,
+    context: int | None = None,
 ) -> Model:
     """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet."""
     tier = adapters.tier
@@ -174,6 +178,7 @@ def build_model(
             io_threads=io_threads,
         ),
         arm=arm,
+        context=context,
     )
 
 

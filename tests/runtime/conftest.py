@@ -76,13 +76,13 @@ TIER = Tier.from_dict(
 )  # fmt: skip
 
 
-def write_base(directory: Path) -> None:
-    """The int4 base and its tokenizer."""
+def write_base(directory: Path, *, tied: bool = True) -> None:
+    """The int4 base and its tokenizer; `tied`: its output layer is the embedding."""
     text = ARCHITECTURE | {
         "model_type": "qwen3_5_moe_text",
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     }
     config = {
