@@ -259,7 +259,9 @@ class Engine:
             ):
                 self._generated_tokens += token.finish_reason != "cancelled"
                 if token.index == max(0, reserved - len(prompt_ids)):
-                    log.warning("context: longer than the %d tokens that memory is reserved for; load with --context", reserved)
+                    log.warning(
+                        "context: longer than the %d tokens that memory is reserved for; load with --context", reserved
+                    )
                 yield token
         except (KeyboardInterrupt, SystemExit):  # may have struck anywhere, also midway in the slots' bookkeeping
             self.model.forget_experts()

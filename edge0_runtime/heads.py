@@ -68,7 +68,9 @@ class Heads:
 
     def _cut(self) -> None:
         # Views of the stacks, which they keep no second copy of.
-        self._single = [{name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))]
+        self._single = [
+            {name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))
+        ]
         mx.eval(self._parts, self._single)
 
     @property

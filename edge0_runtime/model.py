@@ -40,9 +40,10 @@ class Fixed:
 
     Attributes:
         float32: the network computes in it. io_threads: threads that read experts.
-        resident_bytes: of the base without its routed experts, as they are in memory. embedding_bytes: of an embedding whose rows
-            may stay on the disk, not counted there. adapter_bytes: heads and LoRA.
-        widened_bytes: what all that is packed takes more in float32 (`Model.widen`). cast_bytes: of the largest cast for one call.
+        resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
+        embedding_bytes: of an embedding whose rows may stay on the disk, not counted in the base.
+        widened_bytes: what all that is packed takes more in float32 (`Model.widen`).
+        cast_bytes: of the largest cast for one call.
     """
 
     float32: bool

@@ -108,7 +108,9 @@ class Plan:
         ]
         if self.full:
             return "\n".join([*lines, "all experts are read now, none while generating"])
-        rows = f"; rows of the embedding ({size(self.embedding_bytes)}) stay on the disk" if self.embedding_bytes else ""
+        rows = (
+            f"; rows of the embedding ({size(self.embedding_bytes)}) stay on the disk" if self.embedding_bytes else ""
+        )
         lines.append(f"expected reads {size(self.bytes_per_token)} a token{rows}")
         if self.disk_bytes_per_second is not None:
             lines.append(

@@ -32,7 +32,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="for weights, adapters, context, activations and experts; default: a quarter of the machine's",
     )
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens that the budget reserves memory for (default 4096, or the model's)"
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that the budget reserves memory for (default 4096, or the model's)",
     )
     parser.add_argument(
         "--arm", choices=ARMS, help="how experts are routed and read, to be measured against each other"

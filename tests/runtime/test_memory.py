@@ -63,7 +63,9 @@ def on_disk(table: nn.Module, path: Path) -> ExpertStore:
     parts = [part for part in ("weight", "scales", "biases") if part in header.entries]
     entries = [header.entries[part] for part in parts]
     tensors = tuple(
-        ExpertTensor("embedding", part, entry.dtype, entry.shape[1:], path, entry.start, (entry.end - entry.start) // ROWS)
+        ExpertTensor(
+            "embedding", part, entry.dtype, entry.shape[1:], path, entry.start, (entry.end - entry.start) // ROWS
+        )
         for part, entry in zip(parts, entries, strict=True)
     )
     return ExpertStore({}, 0, embedding=tensors, vocabulary=ROWS)
@@ -110,7 +112,9 @@ def test_a_file_of_rows_that_changes_is_noticed(tmp_path: Path) -> None:
     assert not mx.array_equal(module(IDS), before) and not module(IDS).any()
     os.truncate(path, 100)
     module.forget()
-    with pytest.raises(Edge0Error, match=r"table.safetensors: reading embedding.weight at offset \d+ failed: wanted 512"):
+    with pytest.raises(
+        Edge0Error, match=r"table.safetensors: reading embedding.weight at offset \d+ failed: wanted 512"
+    ):
         module(IDS)
     store.close()
 
@@ -161,7 +165,8 @@ def test_adapters_stay_in_the_files_halves_while_memory_is_scarce(untied_dir: Pa
         assert 2 * engine.model.heads.nbytes == full.model.heads.nbytes
         name = "language_model.model.layers.0.linear_attn"
         dtypes = [
-            dict(model.network.named_modules())[f"{name}.inner.out_proj"].lora_a.dtype for model in (engine.model, full.model)
+            dict(model.network.named_modules())[f"{name}.inner.out_proj"].lora_a.dtype
+            for model in (engine.model, full.model)
         ]
         assert dtypes == [mx.float16, mx.float32]
 
@@ -226,9 +231,7 @@ def test_the_allocator_stays_within_the_budget(untied_dir: Path, streamed: float
         assert mx.get_peak_memory() - before > 0.5 * engine.model.plan.budget_bytes
 
 
-def test_recurrences_take_prompts_in_slices(
-    untied_dir: Path, streamed: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrences_take_prompts_in_slices(untied_dir: Path, streamed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits; else the states after all tokens would be there together."""
     peaks, logits = {}, {}
     for slice_ in (8, 1000):
