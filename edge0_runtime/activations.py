@@ -12,7 +12,7 @@ from edge0_runtime.contract.tier import Tier
 FLOAT_BYTES = 4
 KV_STEP = 256  # tokens by which mlx-lm's key-value caches grow
 SLICE = 8  # tokens of a prompt that a recurrence takes at once, where each one's state is kept meanwhile
-PENDING = 10  # operations that mlx lets wait on a CPU; what they return is allocated already
+PENDING = 11  # operations that mlx lets wait on a CPU; what they return is allocated already
 
 
 def context_bytes(tier: Tier, tokens: int, *, float32: bool) -> int:

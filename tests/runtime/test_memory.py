@@ -58,7 +58,8 @@ def answer(engine: Engine, count: int = 6) -> list[np.ndarray]:
 
 def on_disk(table: nn.Module, path: Path) -> ExpertStore:
     """A store with no experts whose embedding is the module's table."""
-    mx.save_safetensors(str(path), {name: value for name, value in table.items() if isinstance(value, mx.array)})
+    arrays = {name: value for name, value in table.items() if isinstance(value, mx.array)}
+    mx.save_safetensors(str(path), arrays, {"format": "mlx"})
     header = read_header(path)
     parts = [part for part in ("weight", "scales", "biases") if part in header.entries]
     entries = [header.entries[part] for part in parts]
