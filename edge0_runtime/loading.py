@@ -32,7 +32,7 @@ from edge0_runtime.gates import Gate, wrap_gate
 from edge0_runtime.heads import Heads
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.model import Fixed, Identity, Model
-from edge0_runtime.network import SlicedMixer, evaluate, load_network, network_nbytes, to_float32, widened_nbytes
+from edge0_runtime.network import evaluate, load_network, network_nbytes, take_slices, to_float32, widened_nbytes
 from edge0_runtime.plan import check_memory
 from edge0_runtime.step import Running
 
@@ -221,8 +221,7 @@ def _slice_mixers(tier: Tier, modules: Mapping[str, Any]) -> None:
     for layer in range(tier.architecture["num_hidden_layers"]):
         if tier.layout.kept(tier.architecture, layer).state:
             mixer = next(iter(tier.layout.layer_modules(tier.architecture, layer))).partition(".")[0]
-            block = modules[tier.layout.layer_path(layer)]
-            block[mixer] = SlicedMixer(block[mixer])
+            take_slices(modules[f"{tier.layout.layer_path(layer)}.{mixer}"])
 
 
 def _experts_path(tier: Tier, layer: int) -> str:

@@ -64,7 +64,7 @@ class Prerouter(Lookahead):
                 coming.foreseen[layer] = row(self._tier.router, last.early[layer], 0)
             return
         assert coming.token is not None
-        embedding_D = self.parts.embed(coming.token[None])[0]
+        embedding_D = self.parts.embed(coming.token[None])[0] if self._tier.token_aware else None
         features: Features = last.features
         logits_OE = self._heads(features._asdict(), embedding_D)
         coming.ahead = predicted(self._tier.router, logits_OE, self._tier.k)
