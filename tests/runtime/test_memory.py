@@ -165,8 +165,7 @@ def test_adapters_stay_in_the_files_halves_while_memory_is_scarce(untied_dir: Pa
         assert 2 * engine.model.heads.nbytes == full.model.heads.nbytes
         name = "language_model.model.layers.0.linear_attn"
         dtypes = [
-            dict(model.network.named_modules())[f"{name}.out_proj"].lora_a.dtype
-            for model in (engine.model, full.model)
+            dict(model.network.named_modules())[f"{name}.out_proj"].lora_a.dtype for model in (engine.model, full.model)
         ]
         assert dtypes == [mx.float16, mx.float32]
 
