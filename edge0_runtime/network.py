@@ -150,8 +150,8 @@ def take_slices(mixer: Any) -> None:
     mixer.__class__ = _sliced(type(mixer))
 
 
-def _sliced(mixer: type[Any]) -> type[Any]:
-    class Sliced(mixer):  # type: ignore[misc]  # which class it is, the family says
+def _sliced(mixer: type[nn.Module]) -> type[nn.Module]:
+    class Sliced(mixer):  # type: ignore[misc,valid-type]  # which class it is, the family says
         def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
             """[1, T, D] -> [1, T, D], through the states that `cache` carries from token to token."""
             parts = []
@@ -159,6 +159,7 @@ def _sliced(mixer: type[Any]) -> type[Any]:
                 parts.append(super().__call__(x[:, start : start + SLICE], mask, cache))
                 if x.shape[1] > SLICE:
                     mx.eval(parts[-1], cache.state)
-            return mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+            output: mx.array = mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+            return output
 
     return Sliced
