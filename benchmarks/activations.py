@@ -21,12 +21,12 @@ from edge0_runtime.libraries import make_prompt_cache
 from edge0_runtime.step import Step
 
 
-def peak(compute: Callable[[], Any]) -> float:
-    """MiB over what is held before."""
+def peak(part: Callable[..., mx.array], *inputs: Any) -> float:
+    """MiB that a part of a layer takes over what is held before."""
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(compute())
+    mx.eval(part(*inputs))
     return (mx.get_peak_memory() - before) / 2**20
 
 
@@ -56,17 +56,17 @@ def main() -> None:
         for tokens in chunks:
             x = mx.random.normal((1, tokens, model.tier.hidden_size))
             mx.eval(x)
-            parts = {"experts": peak(lambda x=x: full.mlp(x))}
+            parts = {"experts": peak(full.mlp, x)}
             if linear is not None:
                 cache = make_prompt_cache(model.network)[linear[0]]
                 mixer = getattr(linear[1], "linear_attn", None) or linear[1].attention
-                parts["recurrence"] = peak(lambda x=x, mixer=mixer, cache=cache: (mixer(x, None, cache), cache.state))
+                parts["recurrence"] = peak(mixer, x, None, cache)
             for context in contexts:
                 cache = make_prompt_cache(model.network)[number]
                 mx.eval(attention(x[:, :1], None, cache), cache.state)
                 cache = filled(cache, context)
                 mask = create_attention_mask(x, cache, return_array=model.tier.layout.name == "bailing_moe_v3")
-                parts["attention"] = peak(lambda x=x, mask=mask, cache=cache: (attention(x, mask, cache), cache.state))
+                parts["attention"] = peak(attention, x, mask, cache)
                 said = pass_bytes(model.tier, tokens, context + tokens, 0) / 2**20
                 measured = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
                 print(f"{tokens} tokens after {context}: {measured}; said {said:.1f} MiB", flush=True)

@@ -31,6 +31,7 @@ class StreamedEmbedding(nn.Module):
         self.inner = inner
         self._store, self._float32 = store, float32
         self._row = lru_cache(HOT_ROWS)(self._read_row)
+        self.held = False
         self.release()
 
     def hold(self) -> None:
