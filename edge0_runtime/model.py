@@ -165,7 +165,7 @@ class Model:
             resident_bytes=self.fixed.resident_bytes + self.widened * self.fixed.widened_bytes,
             embedding_bytes=self.fixed.embedding_bytes,
             adapter_bytes=self.fixed.adapter_bytes,
-            widened_bytes=0 if self.widened else self.fixed.widened_bytes,
+            widened_bytes=self.fixed.widened_bytes if self.plan is None else 0,  # at load only: it can't be undone
             cast_bytes=0 if self.widened else self.fixed.cast_bytes,
             context=min(self.context_length, DEFAULT_CONTEXT if self.context is None else self.context),
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),

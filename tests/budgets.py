@@ -18,7 +18,7 @@ def budget_for(model: Model, slots: int, *, widened: bool = False) -> int:
 def _budget_for(model: Model, slots: int) -> int:
     full = model.plan_for(None)
     if slots == full.experts:
-        return full.budget_bytes
+        return full.budget_bytes + (0 if model.widened else model.fixed.widened_bytes)
     known = full.resident_bytes + full.adapter_bytes + full.context_bytes + (2 * slots + 1) * full.slot_nbytes // 2
     for chunk in PREFILL_CHUNKS:
         budget = known + pass_bytes(model.tier, chunk, full.context, 0 if model.widened else model.fixed.cast_bytes)
