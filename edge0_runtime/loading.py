@@ -5,14 +5,17 @@ The mathematics is mlx-lm's. In every MoE block two submodules are replaced, the
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
 
 from edge0_runtime.arms import DEFAULT, Parts, arm_class
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
@@ -20,6 +23,7 @@ from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, builtin_tier
+from edge0_runtime.embedding import StreamedEmbedding
 from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.reader import MAX_IO_THREADS
 from edge0_runtime.experts.store import ExpertStore
@@ -28,7 +32,7 @@ from edge0_runtime.gates import Gate, wrap_gate
 from edge0_runtime.heads import Heads
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.model import Fixed, Identity, Model
-from edge0_runtime.network import evaluate, load_network, network_nbytes, to_float32
+from edge0_runtime.network import evaluate, load_network, network_nbytes, take_slices, to_float32, widened_nbytes
 from edge0_runtime.plan import check_memory
 from edge0_runtime.step import Running
 
@@ -80,6 +84,7 @@ def load_model(
     allow_mismatch: bool,
     tier_name: str | None,
     float32: bool,
+    context: int | None = None,
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
@@ -104,23 +109,35 @@ def load_model(
         base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora))
     )
     store = ExpertStore.open(checkpoint, adapters.tier, base.fingerprint)
-    try:
-        return _load(checkpoint, adapters, identity, store, arm, budget_bytes, io_threads, float32 or needs_float32())
-    except BaseException:
-        store.close()
-        raise
+    float32 = float32 or needs_float32()
+    with contextlib.ExitStack() as undo:
+        undo.callback(store.close)
+        model = build_model(
+            checkpoint, adapters, identity, store, arm=arm, context=context, io_threads=io_threads, float32=float32
+        )
+        undo.callback(model.close)
+        if model.arm.streams:
+            model.resize(budget_bytes)
+        else:
+            model.hold_embedding(True)
+            model.widen()
+        evaluate(model.network)
+        undo.pop_all()
+    return model
 
 
-def _load(
+def build_model(
     checkpoint: Checkpoint,
     adapters: Adapters,
     identity: Identity,
     store: ExpertStore,
+    *,
     arm: str,
-    budget_bytes: int | None,
     io_threads: int,
     float32: bool,
+    context: int | None = None,
 ) -> Model:
+    """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet."""
     tier = adapters.tier
     context_length = _context_length(checkpoint)
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
@@ -128,35 +145,41 @@ def _load(
     if float32:
         to_float32(network, packed_too=False)
     base_bytes = network_nbytes(network) - _expert_nbytes(tier, modules)
-    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, mx.float32 if float32 else mx.float16)
+    embedding_bytes = network_nbytes(modules[tier.layout.embedding]) if store.embedding else 0
+    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, float32)
     streams = arm_class(arm).streams
     if not streams:
         experts = sum(store.num_experts * slot_nbytes(tensors, float32) for tensors in store.tensors.values())
         check_memory(f"arm {arm}", base_bytes + adapter_bytes + experts, "choose one that streams")
+    if needs_float32():
+        _slice_mixers(tier, modules)
     running = Running()
     gates = _wrap_blocks(tier, modules, running, ResidentSwitchGLU if not streams else StreamingSwitchGLU)
-    embed: Callable[[mx.array], mx.array] = modules[tier.layout.embedding]
-    model = Model(
+    embedding: Any = modules[tier.layout.embedding]
+    if store.embedding:
+        embedding = StreamedEmbedding(embedding, store, float32)
+        network.update_modules(tree_unflatten([(tier.layout.embedding, embedding)]))
+    widened, cast = widened_nbytes(network) if float32 else (0, 0)
+    return Model(
         network=network,
-        parts=Parts(tier, gates, heads, embed),
+        parts=Parts(tier, gates, heads, embedding),
         running=running,
         store=store,
         identity=identity,
         context_length=context_length,
         lora_modules=lora_modules,
-        fixed=Fixed(float32, base_bytes, adapter_bytes, io_threads),
+        fixed=Fixed(
+            float32=float32,
+            resident_bytes=base_bytes - embedding_bytes,
+            embedding_bytes=embedding_bytes,
+            adapter_bytes=adapter_bytes,
+            widened_bytes=widened + (heads.nbytes if heads and heads.packed else 0),
+            cast_bytes=cast,
+            io_threads=io_threads,
+        ),
         arm=arm,
+        context=context,
     )
-    try:
-        if streams:
-            model.resize(budget_bytes)
-        if float32 and model.never_waits:  # memory isn't scarce
-            model.widen()
-        evaluate(network)
-    except BaseException:
-        model.close()
-        raise
-    return model
 
 
 def needs_float32() -> bool:
@@ -167,16 +190,18 @@ def needs_float32() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def _serve_adapters(network: nn.Module, adapters: Adapters, dtype: mx.Dtype) -> tuple[Heads | None, int, int]:
+def _serve_adapters(network: nn.Module, adapters: Adapters, float32: bool) -> tuple[Heads | None, int, int]:
     """(heads, modules that carry a LoRA now, bytes that both take)."""
     before = network_nbytes(network)
     lora_modules = 0
     if adapters.lora is not None:
+        halves = all(tensor.dtype == np.float16 for tensor in adapters.lora.tensors.values())
+        dtype = mx.float16 if halves or not float32 else mx.float32  # cast beside float32 inputs, with the same bits
         lora_modules = apply_lora(network, adapters.lora.tensors, adapters.lora.tier.lora, dtype)
     adapter_bytes = network_nbytes(network) - before
     if adapters.prerouter is None:
         return None, lora_modules, adapter_bytes
-    heads = Heads(adapters.tier, adapters.prerouter.tensors)
+    heads = Heads(adapters.tier, adapters.prerouter.tensors, packed=float32)
     return heads, lora_modules, adapter_bytes + heads.nbytes
 
 
@@ -189,6 +214,14 @@ def _wrap_blocks(tier: Tier, modules: Mapping[str, Any], running: Running, exper
         block[name] = experts(block[name], layer, running)
         gates[layer] = wrap_gate(block, layer, tier, running)
     return gates
+
+
+def _slice_mixers(tier: Tier, modules: Mapping[str, Any]) -> None:
+    """Have recurrent mixers take prompts in slices."""
+    for layer in range(tier.architecture["num_hidden_layers"]):
+        if tier.layout.kept(tier.architecture, layer).state:
+            mixer = next(iter(tier.layout.layer_modules(tier.architecture, layer))).partition(".")[0]
+            take_slices(modules[f"{tier.layout.layer_path(layer)}.{mixer}"])
 
 
 def _experts_path(tier: Tier, layer: int) -> str:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from edge0_runtime.activations import SLICE
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
 from edge0_runtime.contract.files import one_line
@@ -83,6 +84,19 @@ def network_nbytes(network: nn.Module) -> int:
     return sum(array.nbytes for _, array in arrays)
 
 
+def widened_nbytes(network: nn.Module) -> tuple[int, int]:
+    """(what all parameters take more in float32, what the largest module's cast for one call take where they stay packed)."""
+    grown = [
+        sum(
+            value.size * 4 - value.nbytes
+            for value in module.values()
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
+        )
+        for module in network.modules()
+    ]
+    return sum(grown), 2 * max(grown)
+
+
 def evaluate(network: nn.Module) -> None:
     """Read all arrays now, parameters or not: a lazy array belongs to the thread that made it."""
     for module in network.modules():
@@ -125,3 +139,27 @@ def _below_its_layer(name: str) -> tuple[str, str]:
     """(path of its layer with a dot at the end, rest) of a tensor's name; ("", name) outside of all layers."""
     match = re.match(r".*?\.layers\.\d+\.", name)
     return ("", name) if match is None else (match[0], name[match.end() :])
+
+
+def take_slices(mixer: Any) -> None:
+    """Have a recurrent mixer take a prompt's chunk in slices, each evaluated before the next.
+
+    Without a kernel of its own (Metal has one) mlx's graph of the recurrence holds the state after every token of the chunk at
+    the same time: 2 MiB each in a layer of the 35b.
+    """
+    mixer.__class__ = _sliced(type(mixer))
+
+
+def _sliced(mixer: type[nn.Module]) -> type[nn.Module]:
+    class Sliced(mixer):  # type: ignore[misc,valid-type]  # which class it is, the family says
+        def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+            """[1, T, D] -> [1, T, D], through the states that `cache` carries from token to token."""
+            parts = []
+            for start in range(0, x.shape[1], SLICE):
+                parts.append(super().__call__(x[:, start : start + SLICE], mask, cache))
+                if x.shape[1] > SLICE:
+                    mx.eval(parts[-1], cache.state)
+            output: mx.array = mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+            return output
+
+    return Sliced

@@ -18,8 +18,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("contract",),
         ("libraries", "units"),
         ("experts", "inspection"),  # bytes: they know neither routing nor step
-        ("host", "routing", "sampling", "sticky", "text"),
-        ("step", "heads", "lora", "network", "plan"),
+        ("host", "routing", "sampling", "sticky", "text", "activations"),
+        ("step", "heads", "lora", "network", "embedding", "plan"),
         ("gates",),
         ("arms",),
         ("model",),

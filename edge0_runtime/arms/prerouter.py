@@ -71,7 +71,7 @@ class Prerouter(Lookahead):
             coming.ahead = stack([last.early[rows.start] for rows in self._groups.values()])
         else:
             assert coming.token is not None
-            embedding_D = self.parts.embed(coming.token[None])[0]
+            embedding_D = self.parts.embed(coming.token[None])[0] if self._tier.token_aware else None
             coming.ahead = self._predicted(last.features, last.since, embedding_D, EVERY)
         for index, layer in enumerate(self._tier.consumers):
             coming.foreseen[layer] = row(self._tier.router, coming.ahead, index)

@@ -179,6 +179,12 @@ class Tier:
         number: int = self.architecture[field]
         return number
 
+    def config_fields(self) -> dict[str, Any]:
+        """What the tier says of the base's config.json, under the names that transformers saves them under."""
+        layout = self.layout
+        rule = {field: getattr(self.router, name) for name, (field, _) in layout.router_fields.items()}
+        return {layout.aliases.get(name, name): value for name, value in (dict(self.architecture) | rule).items()}
+
     def head_tensors(self) -> dict[str, tuple[int, int]]:
         """{key: [out, in]} of all tensors of the prerouter file."""
         return {head_key(n, part): shape for n in self.owners for part, shape in self.head_parts.items()}

@@ -77,11 +77,9 @@ def is_quantised(config: Config) -> bool:
 
 def tier_config(tier: Tier, **fields: Any) -> PreTrainedConfig:
     """transformers' config of the tier's architecture and router, with `fields` and the library's defaults elsewhere."""
-    layout = tier.layout
-    made = dict(tier.architecture) | fields
-    made |= {field: getattr(tier.router, name) for name, (field, _) in layout.router_fields.items()}
-    named = {layout.aliases.get(name, name): value for name, value in made.items()}
-    return AutoConfig.for_model(layout.hf_model_type, **named)
+    aliases = tier.layout.aliases
+    named = {aliases.get(name, name): value for name, value in fields.items()}
+    return AutoConfig.for_model(tier.layout.hf_model_type, **(tier.config_fields() | named))
 
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from edge0_runtime.loading import find_adapters
 from edge0_runtime.measure.ab import compare, ratios, table
 from edge0_runtime.measure.bench import run
 from edge0_runtime.measure.doctor import doctor, doctor_text
-from edge0_runtime.plan import MAX_GATHERED_ROWS, make_plan, prefill_chunk
+from edge0_runtime.plan import MAX_GATHERED_ROWS, largest_chunk, make_plan
 from tests.mlx_memory import mlx_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")
@@ -48,21 +49,25 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other s
 
 def test_the_plan_counts_everything_that_is_held(tiny_dir: Path, store: ExpertStore) -> None:
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    known = {"resident_bytes": 10**6, "adapter_bytes": 10**5, "predicted_layers": 2, "float32": False}
-    fixed = make_plan(tier, store, budget_bytes=None, **known).fixed_bytes
-    assert fixed > 1_100_000
-    for slots in (1, 7, 8, 31, 32):
-        plan = make_plan(tier, store, budget_bytes=fixed + slots * 13_824, **known)
-        assert (plan.slots, plan.full) == (slots, slots == 32)
-        assert plan.slot_nbytes == plan.expert_nbytes == 13_824
-        # 4 layers x K = 2; a step's experts must fit for a quarter of them to be there from the last one
-        assert plan.bytes_per_token == (0 if slots == 32 else 8 * 13_824 * (0.75 if slots >= 8 else 1))
-        if slots > 1:
-            assert make_plan(tier, store, budget_bytes=fixed + slots * 13_824 - 1, **known).slots == slots - 1
-        assert plan.predicted_experts == 4
+    known = {"resident_bytes": 10**6, "adapter_bytes": 10**5, "predicted_layers": 2, "float32": False, "context": 257}
+    whole = make_plan(tier, store, budget_bytes=None, **known)
+    assert whole.full and whole.budget_bytes == whole.fixed_bytes + 32 * 13_824 and whole.fixed_bytes > 1_100_000
     assert make_plan(tier, store, budget_bytes=10**12, **known).slots == 32
-    with pytest.raises(Edge0Error, match=r"memory_budget.*hold no expert.*give at least"):
-        make_plan(tier, store, budget_bytes=fixed + 13_823, **known)
+    with pytest.raises(Edge0Error, match=r"memory_budget.*hold no expert.*give at least") as refusal:
+        make_plan(tier, store, budget_bytes=10**6, **known)
+    least = math.ceil(float(re.search(r"give at least (\S+?),", str(refusal.value))[1]) * 2**30 / 1000) * 1000
+    seen = set()
+    for budget in range(least, whole.budget_bytes + 1, 6_007):
+        plan = make_plan(tier, store, budget_bytes=budget, **known)
+        seen.add(plan.slots)
+        assert plan.slot_nbytes == plan.expert_nbytes == 13_824 and plan.predicted_experts == 4
+        assert plan.fixed_bytes + plan.slots * 13_824 <= budget
+        assert plan.full or budget < plan.fixed_bytes + (plan.slots + 1) * 13_824
+        # 4 layers x K = 2; a step's experts must fit for a quarter of them to be there from the last one
+        repeated = 0.75 if plan.slots >= 8 else 1
+        assert plan.bytes_per_token == (0 if plan.full else 8 * 13_824 * repeated)
+    assert least > 1_100_000
+    assert seen >= {1, 7, 8, 31}
     # float32 scales and biases: 6 of them, 2 more bytes for each
     assert make_plan(tier, store, budget_bytes=None, **(known | {"float32": True})).slot_nbytes == 15_360
 
@@ -98,7 +103,7 @@ def test_garbage_from_before_is_no_memory_given_back() -> None:
 
 def test_no_pass_gathers_more_rows_than_mlx_computes_right(tiny_dir: Path) -> None:
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    assert prefill_chunk(tier) * tier.k <= MAX_GATHERED_ROWS
+    assert largest_chunk(tier) * tier.k <= MAX_GATHERED_ROWS
 
 
 def test_packed_weights_stay_packed_unless_all_experts_fit(tiny_dir: Path, budget: Callable[..., float]) -> None:
