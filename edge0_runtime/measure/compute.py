@@ -18,7 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from edge0_runtime.contract.artifacts import write_adapter
+from edge0_runtime.contract.artifacts import Kind, write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.provenance import Provenance
 from edge0_runtime.contract.tier import Tier
@@ -41,12 +41,14 @@ def step_seconds(checkpoint: Checkpoint, tier: Tier) -> float:
         models = [_load(Path(folder) / str(layers), checkpoint, tier, layers) for layers in (low, high)]
         try:
             times = [_steps(model) for model in models]
-            pairs = [(next(times[0]), next(times[1])) for _ in range(STEPS)]  # taking turns, so that both see the same machine
+            pairs = [
+                (next(times[0]), next(times[1])) for _ in range(STEPS)
+            ]  # taking turns, so that both see the same machine
         finally:
             for model in models:
                 model.close()
     shallow, deep = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return shallow + max(0.0, deep - shallow) * (tier.num_layers - low) / (high - low)
+    return float(shallow + max(0.0, deep - shallow) * (tier.num_layers - low) / (high - low))
 
 
 def _depths(tier: Tier) -> tuple[int, int]:
@@ -87,7 +89,7 @@ def _load(directory: Path, checkpoint: Checkpoint, tier: Tier, layers: int) -> M
 def _write_adapters(checkpoint: Checkpoint, tier: Tier) -> None:
     base = checkpoint.identity()
 
-    def write(kind: str, shapes: dict[str, tuple[int, int]], prerouter_sha256: str | None) -> str:
+    def write(kind: Kind, shapes: dict[str, tuple[int, int]], prerouter_sha256: str | None) -> str:
         made = Provenance(
             tool_version="doctor", commit="none", phases=(), base_fingerprint=base.fingerprint, tokenizer_hash="0" * 64,
             template_hash=None, teacher=None, data=None, prerouter_sha256=prerouter_sha256,
@@ -104,9 +106,7 @@ def _steps(model: Model) -> Iterator[float]:
     sequence, cancel = Sequence(model), threading.Event()
     logits_V = prefill(sequence, [0, 0], 1, cancel)
     assert logits_V is not None
-    tokens = decode(
-        sequence, logits_V, WARM + STEPS + 1, mx.argmax, frozenset(), cancel, ahead=False, trace=False
-    )
+    tokens = decode(sequence, logits_V, WARM + STEPS + 1, mx.argmax, frozenset(), cancel, ahead=False, trace=False)
     for _ in range(WARM):
         next(tokens)
     while True:

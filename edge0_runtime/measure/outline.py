@@ -96,7 +96,11 @@ def shortened(checkpoint: Checkpoint, tier: Tier, *, layers: int, experts: int) 
     for part in (config, config.get("text_config", {})):
         changed = {"num_hidden_layers": layers, layout.num_experts: experts}
         part |= {key: value for key, value in changed.items() if key in part}
-        part |= {key: value[:layers] for key, value in part.items() if isinstance(value, list) and key.endswith("layer_types")}
+        part |= {
+            key: value[:layers]
+            for key, value in part.items()
+            if isinstance(value, list) and key.endswith("layer_types")
+        }
     tensors: dict[str, Kind] = {}
     for name, (_, entry) in checkpoint.entries.items():
         layer = without_layer(name)[1]
