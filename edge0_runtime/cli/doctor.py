@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is expected, for people or as one JSON object; 1 if it doesn't fit the memory."""
-    from edge0_runtime.measure.doctor import doctor, doctor_text
+    from edge0_runtime.measure.doctor import doctor
+    from edge0_runtime.measure.doctor_text import doctor_text
 
     data = doctor(
         args.what,

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,7 +35,6 @@ from edge0_runtime.measure.locality import locality
 from edge0_runtime.measure.subject import Subject, open_subject
 from edge0_runtime.model import Model
 from edge0_runtime.plan import Plan
-from edge0_runtime.units import MISSING, figures, share, size
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-metal", "mlx-lm", "numpy", "transformers")
 DEPTHS = (1, 2, 4, 8)
@@ -197,75 +196,3 @@ def _model(subject: Subject, store: ExpertStore) -> dict[str, Any]:
             "page_cache_bytes": page_cache_bytes(files),
         }
     return data
-
-
-# -- for people ----------------------------------------------------------------------------------------------------------
-
-
-def doctor_text(data: Mapping[str, Any]) -> str:
-    """`doctor` for people."""
-    per_second = data["disk_bytes_per_second"]
-    lines = [
-        f"{data['platform']}, Python {data['python']}, {data['cpus']} CPUs, device {data['device']}",
-        ", ".join(f"{name} {number}" for name, number in data["versions"].items()),
-        f"tier {data['tier']}, {data['model']}: K {data['k']}; base {size(data['base_bytes'])}, of it {data['experts']} experts of"
-        f" {size(data['expert_bytes'])} in {len(data['expert_ranges'])} ranges; {size(data['step_bytes'])} a token if nothing repeats",
-    ]
-    if data["source"] == "directory":
-        held = f"{size(data['page_cache_bytes'])} of them in the page cache"
-        lines.append(f"files {size(data['expert_file_bytes'])}, {held}")
-    else:
-        lines.append("only names and shapes are known: nothing was downloaded")
-    for speed in data["disk"]:
-        floor = 1e3 * data["step_bytes"] / speed["bytes_per_second"]
-        lines.append(
-            f"disk, {speed['threads']} threads: {size(speed['bytes_per_second'])}/s,"
-            f" {figures(speed['ms_per_expert'], ' ms')} an expert, {figures(floor, ' ms')} a token"
-        )
-    if per_second is None:
-        lines.append("disk: this file system has no reads past the page cache; not measured, give --disk-mib-s")
-    elif not data["disk"]:
-        lines.append(f"disk, as given: {size(per_second)}/s")
-    lines += [
-        f"computing a step, measured here on layers of these shapes: {figures(1e3 * data['step_compute_seconds'], ' ms')}",
-        "",
-        f"memory {size(data['memory_bytes'])}; the smallest budget that works is {size(data['smallest_budget_bytes'])}",
-    ]
-    if data["budget"] is None:
-        return "\n".join([*lines, "it won't run: there is less memory than that"])
-    return "\n".join([*lines, "", *_budget_lines(data), *_advice_lines(data)])
-
-
-def _budget_lines(data: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"{'budget':>10} {'experts':>8} {'held already':>13} {'loads a token':>15} {'bytes a token':>21} {'tokens/s':>14}  bound by"
-    ]
-    for row in data["budgets"]:
-        band = {name: list(map(show, row[name])) for name, show in SHOWN.items() if row[name] is not None}
-        low, high, loads, nbytes = *band["hit_share"], band["loads_per_token"], band["bytes_per_token"]
-        speed = " to ".join(dict.fromkeys(band["tokens_per_second"])) if "tokens_per_second" in band else MISSING
-        mark = " <- the one that is asked about" * (row == data["budget"])
-        lines.append(
-            f"{size(row['budget_bytes']):>10} {row['experts_held']:>8} {f'{low} to {high}':>13}"
-            f" {' to '.join(loads[::-1]):>15} {' to '.join(nbytes[::-1]):>21} {speed:>14}  {row['bound']}{mark}"
-        )
-    record = data["locality"]
-    kept = f", sticky by {record['sticky']['bias']:g} over {record['sticky']['window']}" * bool(
-        record["sticky"]["window"]
-    )
-    return [
-        *lines,
-        f"fewest: repeats as {record['tier']}'s experts do at K {record['k']}{kept}; most: repeats by chance alone."
-        " tokens/s: nothing is hidden, to: the shorter of reading and computing is",
-    ]
-
-
-def _advice_lines(data: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{'to go faster: ' if not number else ' ' * 14}{one['change']},"
-        f" {' to '.join(dict.fromkeys(map(figures, one['tokens_per_second'])))} tokens/s: {one['command']}"
-        for number, one in enumerate(data["advice"])
-    ]
-
-
-SHOWN = {"hit_share": share, "loads_per_token": figures, "bytes_per_token": size, "tokens_per_second": figures}

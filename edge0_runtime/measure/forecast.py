@@ -1,4 +1,6 @@
-"""What a memory budget gives: experts held, reads and tokens/s as a band (docs/streaming.md "What doctor says").
+"""What a memory budget gives: experts held, reads and tokens/s, as bands.
+
+Of a token (docs/streaming.md "What doctor expects"):
 
 computing   C    seconds of a step that waits for nothing, measured on layers of the model's own shape
 disk        D    (1 - share of a token's experts that are held) x their bytes / the disk's speed
@@ -95,7 +97,7 @@ def forecast(plan: Plan, tier: Tier, step_seconds: float, bytes_per_second: floa
 
 
 def smallest_budget(plan_for: Callable[[int, int], Plan]) -> int:
-    """The least budget, in whole MiB, that `plan_for(budget_bytes, memory_bytes)` doesn't refuse on a machine with room for all."""
+    """The least budget, in whole MiB, that `plan_for(budget_bytes, memory_bytes)` takes where there is memory enough."""
 
     def works(mib: int) -> bool:
         try:

@@ -14,8 +14,8 @@ import httpx
 from huggingface_hub import HfApi, get_session, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
-    HFValidationError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,

@@ -39,7 +39,7 @@ class Locality:
 
 
 def locality(tier: Tier) -> Locality:
-    """The tier's own record, else nano's; that of its stickiness, else of none (what is sticky repeats more); of the nearest K."""
+    """The tier's own record, else nano's; of its stickiness, else of none (what is sticky repeats more); of the nearest K."""
     recorded = read_yaml(RECORDS, "install edge0 again")
     name = tier.name if tier.name in recorded else DEFAULT
     rows = [Locality(name, row["k"], Sticky(**row["sticky"]), row["misses"]) for row in recorded[name]]

@@ -67,7 +67,7 @@ def write_holes(path: Path, beginning: bytes, nbytes: int) -> None:
 
 
 def outline_of_tier(tier: Tier) -> Outline:
-    """The int4 base that `phase=quantize` writes for the tier, under the published names; shapes are those of mlx-lm's network."""
+    """The int4 base that `phase=quantize` writes for the tier, under the published names; mlx-lm's network gives shapes."""
     layout = tier.layout
     config = layout.mlx_config(_filled(layout.hf_model_type, tier.config_fields()), _filled)
     library: Any = importlib.import_module(f"mlx_lm.models.{layout.name}")

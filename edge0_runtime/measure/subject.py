@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,11 +38,10 @@ class Subject:
     def model(self) -> Model:
         """With heads and LoRA of the tier, whether they are there yet or not; nothing of the base is read. To be closed."""
         tier = self.tier
-        shapes = {"prerouter": tier.head_tensors(), "lora": tier.lora_tensors()}
         prerouter, lora = (
-            Adapter(kind, Path(), tier, {key: np.zeros(shape, np.float16) for key, shape in shapes[kind].items()}, None, "", False)
-            for kind in KINDS
-        )  # fmt: skip
+            Adapter(kind, Path(), tier, _zeros(shapes), None, "", False)
+            for kind, shapes in zip(KINDS, (tier.head_tensors(), tier.lora_tensors()), strict=True)
+        )
         store = ExpertStore.open(self.checkpoint, tier)
         try:
             return build_model(
@@ -112,3 +111,7 @@ def changed(tier: Tier, k: int | None, sticky: Sticky | None) -> Tier:
     if sticky is not None:
         data["router"]["sticky"] = dataclasses.asdict(sticky)
     return Tier.from_dict(data)
+
+
+def _zeros(shapes: Mapping[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+    return {key: np.zeros(shape, np.float16) for key, shape in shapes.items()}
