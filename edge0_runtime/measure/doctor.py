@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.machine import memory_limit_bytes
+from edge0_runtime.contract.machine import cpu_count, memory_limit_bytes
 from edge0_runtime.contract.tier import Sticky
 from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.experts.store import ExpertStore
@@ -30,7 +30,7 @@ from edge0_runtime.host.disk import depth_sweep
 from edge0_runtime.host.memory import page_cache_bytes
 from edge0_runtime.measure.advice import advice
 from edge0_runtime.measure.compute import step_seconds
-from edge0_runtime.measure.forecast import forecast, smallest_budget
+from edge0_runtime.measure.forecast import MOST, forecast, smallest_budget
 from edge0_runtime.measure.locality import locality
 from edge0_runtime.measure.subject import Subject, open_subject
 from edge0_runtime.model import Model
@@ -82,7 +82,9 @@ def doctor(
         if smallest > memory:
             return data | {"budget": None, "budgets": [], "advice": []}
         chosen = model.plan_for(budget_bytes, memory)
-        plans = {plan.slots: plan for plan in _plans(model, (smallest, memory // 2, memory * 3 // 4), memory)}
+        everything = model.plan_for(None, MOST).budget_bytes
+        others = (smallest, min(memory // 2, everything), min(memory * 3 // 4, everything))
+        plans = {plan.slots: plan for plan in _plans(model, others, memory)}
         plans[chosen.slots] = chosen
         rows = [forecast(plans[slots], subject.tier, seconds, disk_bytes_per_second) for slots in sorted(plans)]
         own = next(row for row in rows if row.plan is chosen)
@@ -108,7 +110,7 @@ def _machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "device": str(mx.default_device()),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cpu_count(),
         "memory_available_bytes": psutil.virtual_memory().available,
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
     }
