@@ -50,7 +50,9 @@ class Heads:
         self.owners = (*(layer - 1 for layer in tier.consumers), *others)
         self._tier = tier
         self._parts = {part: self._stack(tensors, part) for part in tier.head_parts}
-        mx.eval(self._parts)
+        # Views of the stacks, which they keep no second copy of.
+        self._single = [{name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))]
+        mx.eval(self._parts, self._single)
 
     def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
         stacked = np.stack([tensors[head_key(owner, part)].T for owner in self.owners])
@@ -61,20 +63,25 @@ class Heads:
         """Memory that the heads take."""
         return sum(part.nbytes for part in self._parts.values())
 
-    def __call__(self, before: Mapping[str, mx.array], embedding_D: mx.array) -> mx.array:
+    def __call__(
+        self, before: Mapping[str, mx.array], embedding_D: mx.array | None, only: int | None = None
+    ) -> mx.array:
         """Router logits [O, E] of the next layers at the next token, float32.
 
         Args:
             before: by the names of `HEAD_INPUTS`, what is of this token: hidden [O, D], routing and previous [O, E]; float32.
             embedding_D: the base's embedding of the next token; only heads that see the token look at it.
+            only: the one head of this index, O = 1; its row has the same bits as in the stack.
         """
+        parts = self._parts if only is None else self._single[only]
         names = self._tier.head_inputs
         x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D) for name in names]
         x_O1F = mx.concatenate(x_OF, axis=-1)[:, None, :]
-        return KINDS[self._tier.head](self._parts, x_O1F).squeeze(1)
+        return KINDS[self._tier.head](parts, x_O1F).squeeze(1)
 
-    def _token(self, embedding_D: mx.array) -> mx.array:
+    def _token(self, embedding_D: mx.array | None) -> mx.array:
         """The input `token`, the same for all owners: [O, D]."""
+        assert embedding_D is not None
         token_D = unit_rms(embedding_D)
         return mx.broadcast_to(token_D, (len(self.owners), *token_D.shape))
 

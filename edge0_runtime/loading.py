@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from edge0_runtime.arms import DEFAULT, Parts, arm_class
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
@@ -21,6 +22,7 @@ from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier, builtin_tier
+from edge0_runtime.embedding import StreamedEmbedding
 from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.reader import MAX_IO_THREADS
 from edge0_runtime.experts.store import ExpertStore
@@ -29,7 +31,7 @@ from edge0_runtime.gates import Gate, wrap_gate
 from edge0_runtime.heads import Heads
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.model import Fixed, Identity, Model
-from edge0_runtime.network import evaluate, load_network, network_nbytes, to_float32
+from edge0_runtime.network import SlicedMixer, evaluate, load_network, network_nbytes, to_float32
 from edge0_runtime.plan import check_memory
 from edge0_runtime.step import Running
 
@@ -112,6 +114,8 @@ def load_model(
         undo.callback(model.close)
         if model.arm.streams:
             model.resize(budget_bytes)
+        else:
+            model.hold_embedding(True)
         if float32 and model.never_waits:  # memory isn't scarce
             model.widen()
         evaluate(model.network)
@@ -137,23 +141,29 @@ def build_model(
     if float32:
         to_float32(network, packed_too=False)
     base_bytes = network_nbytes(network) - _expert_nbytes(tier, modules)
+    embedding_bytes = network_nbytes(modules[tier.layout.embedding]) if store.embedding else 0
     heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, mx.float32 if float32 else mx.float16)
     streams = arm_class(arm).streams
     if not streams:
         experts = sum(store.num_experts * slot_nbytes(tensors, float32) for tensors in store.tensors.values())
         check_memory(f"arm {arm}", base_bytes + adapter_bytes + experts, "choose one that streams")
+    if needs_float32():
+        _slice_mixers(tier, modules)
     running = Running()
     gates = _wrap_blocks(tier, modules, running, ResidentSwitchGLU if not streams else StreamingSwitchGLU)
-    embed: Callable[[mx.array], mx.array] = modules[tier.layout.embedding]
+    embedding: Any = modules[tier.layout.embedding]
+    if store.embedding:
+        embedding = StreamedEmbedding(embedding, store, float32)
+        network.update_modules(tree_unflatten([(tier.layout.embedding, embedding)]))
     return Model(
         network=network,
-        parts=Parts(tier, gates, heads, embed),
+        parts=Parts(tier, gates, heads, embedding),
         running=running,
         store=store,
         identity=identity,
         context_length=context_length,
         lora_modules=lora_modules,
-        fixed=Fixed(float32, base_bytes, adapter_bytes, io_threads),
+        fixed=Fixed(float32, base_bytes - embedding_bytes, embedding_bytes, adapter_bytes, io_threads),
         arm=arm,
     )
 
@@ -188,6 +198,15 @@ def _wrap_blocks(tier: Tier, modules: Mapping[str, Any], running: Running, exper
         block[name] = experts(block[name], layer, running)
         gates[layer] = wrap_gate(block, layer, tier, running)
     return gates
+
+
+def _slice_mixers(tier: Tier, modules: Mapping[str, Any]) -> None:
+    """Have recurrent mixers take prompts in slices."""
+    for layer in range(tier.architecture["num_hidden_layers"]):
+        if tier.layout.kept(tier.architecture, layer).state:
+            mixer = next(iter(tier.layout.layer_modules(tier.architecture, layer))).partition(".")[0]
+            block = modules[tier.layout.layer_path(layer)]
+            block[mixer] = SlicedMixer(block[mixer])
 
 
 def _experts_path(tier: Tier, layer: int) -> str:

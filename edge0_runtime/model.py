@@ -11,6 +11,7 @@ import mlx.nn as nn
 from edge0_runtime.arms import Arm, Parts, arm_class
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
+from edge0_runtime.embedding import StreamedEmbedding
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
@@ -39,11 +40,13 @@ class Fixed:
 
     Attributes:
         float32: the network computes in it. io_threads: threads that read experts.
-        resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
+        resident_bytes: of the base without its routed experts, as they are in memory. embedding_bytes: of an embedding whose rows
+            may stay on the disk, not counted there. adapter_bytes: heads and LoRA.
     """
 
     float32: bool
     resident_bytes: int
+    embedding_bytes: int
     adapter_bytes: int
     io_threads: int
 
@@ -138,6 +141,7 @@ class Model:
         self.memory = None  # and with it the slots, before new ones are made
         for module in experts:
             module.detach()
+        self.hold_embedding(plan.embedding_bytes > 0)
         self.memory = ExpertMemory(self.store, self.fixed.io_threads, plan.slots, self.tier.k, self.fixed.float32)
         for module in experts:
             module.attach(self.memory)
@@ -150,6 +154,7 @@ class Model:
             self.store,
             budget_bytes=budget_bytes,
             resident_bytes=self.fixed.resident_bytes,
+            embedding_bytes=self.fixed.embedding_bytes,
             adapter_bytes=self.fixed.adapter_bytes,
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),
             float32=self.fixed.float32,
@@ -180,9 +185,19 @@ class Model:
             self.forget_experts()
 
     def forget_experts(self) -> None:
-        """Hold no expert any more, unless all are there for good."""
+        """Hold no expert any more, unless all are there for good, and no row of the embedding."""
+        if isinstance(self.parts.embed, StreamedEmbedding):
+            self.parts.embed.forget()
         if self.memory is not None:
             self.memory.forget()
+
+    def hold_embedding(self, held: bool) -> None:
+        """Have the whole embedding in memory, or read its rows as tokens need them; no matter where it can't but be held."""
+        if isinstance(self.parts.embed, StreamedEmbedding):
+            if held:
+                self.parts.embed.hold()
+            else:
+                self.parts.embed.release()
 
     def close(self) -> None:
         """End the I/O threads and close the files of the experts."""

@@ -21,6 +21,7 @@ from edge0_runtime.contract.links import ABSORBED
 from edge0_runtime.libraries import QuantizedSwitchLinear, load_model
 
 Weights = dict[str, mx.array]
+SLICE = 8  # tokens of a prompt that a recurrence takes at once where each one's state is kept meanwhile
 GROUP_SIZE = 64  # mlx's own, where config.json says nothing
 
 
@@ -125,3 +126,26 @@ def _below_its_layer(name: str) -> tuple[str, str]:
     """(path of its layer with a dot at the end, rest) of a tensor's name; ("", name) outside of all layers."""
     match = re.match(r".*?\.layers\.\d+\.", name)
     return ("", name) if match is None else (match[0], name[match.end() :])
+
+
+class SlicedMixer(nn.Module):
+    """A recurrent mixer that takes a prompt's chunk in slices, each evaluated before the next.
+
+    Without a kernel of its own (Metal has one) mlx's graph of the recurrence holds the state after every token of the chunk at
+    the same time: 2 MiB each in a layer of the 35b.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = inner
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+        """[1, T, D] -> [1, T, D], through the states that `cache` carries from token to token."""
+        if x.shape[1] <= SLICE or cache is None:
+            whole: mx.array = self.inner(x, mask, cache)
+            return whole
+        parts = []
+        for start in range(0, x.shape[1], SLICE):
+            parts.append(self.inner(x[:, start : start + SLICE], mask, cache))
+            mx.eval(parts[-1], cache.state)
+        return mx.concatenate(parts, axis=1)

@@ -32,6 +32,8 @@ class Plan:
     Attributes:
         budget_bytes: what was asked for, or the default.
         resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
+        embedding_bytes: of a token embedding that is held too; 0 where its rows are read as tokens need them, and where it is
+            part of the base for good.
         prefill_chunk: prompt tokens per forward pass. workspace_bytes: activations of such a chunk.
         expert_nbytes: of the largest expert on disk. slot_nbytes: of its slot in memory.
         slots: how many experts are held. experts: how many there are.
@@ -42,6 +44,7 @@ class Plan:
 
     budget_bytes: int
     resident_bytes: int
+    embedding_bytes: int
     adapter_bytes: int
     prefill_chunk: int
     workspace_bytes: int
@@ -107,6 +110,7 @@ def make_plan(
     budget_bytes: int | None,
     resident_bytes: int,
     adapter_bytes: int,
+    embedding_bytes: int = 0,
     predicted_layers: int,
     float32: bool,
     memory_bytes: int | None = None,
@@ -143,6 +147,7 @@ def make_plan(
     return Plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
+        embedding_bytes=0,
         adapter_bytes=adapter_bytes,
         prefill_chunk=chunk,
         workspace_bytes=workspace,

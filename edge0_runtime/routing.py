@@ -7,7 +7,7 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,6 +45,20 @@ def predicted(router: Router, logits_TE: mx.array, k: int) -> Routing:
     if router.kind == "softmax_topk":
         return Routing(logits_TE, block_choice(router, logits_TE, k))
     return Routing(logits_TE, *route(router, logits_TE, k))
+
+
+def stack(rows: Sequence[Routing]) -> Routing:
+    """Several layers' routings [1, E] as one [layers, E]."""
+
+    def joined(arrays: list[mx.array | None]) -> mx.array | None:
+        there = [array for array in arrays if array is not None]
+        return mx.concatenate(there) if there else None
+
+    return Routing(
+        joined([each.logits_TE for each in rows]),
+        joined([each.experts_TK for each in rows]),
+        joined([each.weights_TK for each in rows]),
+    )
 
 
 def row(router: Router, stacked: Routing, index: int) -> Routing:

@@ -124,6 +124,7 @@ class Sequence:
         coming.memory = self._model.memory
         coming.flushed = True
         if self._model.memory is not None:
+            self._model.memory.turn()
             self._model.arm.hints(last, coming)
 
     def run(self) -> mx.array:
@@ -185,7 +186,11 @@ class Sequence:
             mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
         self._settle()
         self.coming = None  # what was foreseen is for the step after the last one
-        step.route, step.memory, step.waits = model.arm.route, model.memory, not model.never_waits
+        step.route, step.look_ahead = model.arm.route, model.arm.look_ahead
+        step.memory, step.waits = model.memory, not model.never_waits
+        step.last = last
+        if last is not None:
+            last.last = last.memory = last.route = last.look_ahead = None
         if step.whole_layers and model.memory is not None:
             model.memory.want_layer(model.memory.layers[0])
         model.running.step = step

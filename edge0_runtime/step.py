@@ -35,7 +35,9 @@ class Step:
         token: the id that a decode step processes, scalar; None for a chunk of the prompt.
         trail: fingerprint of all ids of the sequence, as they were cut into passes, up to and with this pass's; None where it
             isn't known: before the flush, and behind a step that was run without one.
-        route: (step, gate, x) -> what routes the gate's layer: the arm's.
+        route: (step, gate, x) -> what routes the gate's layer: the arm's. look_ahead: (step, layer) -> what it knows by now of
+            the layer's experts in the next step.
+        last: the pass before; its own is forgotten.
         memory: the experts that the pass computes from and has read ahead; None where all are resident.
         waits: an expert may have to be waited for, so that knowing it earlier is worth something.
         whole_layers: `experts.streaming.Pass`; so are staged, guessed, expected, chosen and ran.
@@ -46,7 +48,8 @@ class Step:
         inputs: layer -> [D], its MoE input at the last token, where the arm keeps it.
         own: layer -> [<=2, K], what its own gate chooses at the last two tokens, where the arm keeps it; own_by: by which
             scores, as `Routing.scores`.
-        features: what the arm leaves for the next step's foresight.
+        features: what the arm leaves for the next step's foresight. early: layer -> its routing in the next step, as far as
+            that was known while this one ran.
         logits_V: after the pass's last token.
     """
 
@@ -54,6 +57,8 @@ class Step:
     token: mx.array | None = None
     trail: int | None = None
     route: Callable[[Step, Any, mx.array], Routing] | None = None
+    look_ahead: Callable[[Step, int], mx.array | None] | None = None
+    last: Step | None = None
     memory: ExpertMemory | None = None
     waits: bool = False
     whole_layers: bool = False
@@ -70,6 +75,7 @@ class Step:
     own: dict[int, mx.array] = field(default_factory=dict)
     own_by: dict[int, Callable[[], mx.array] | None] = field(default_factory=dict)
     features: Any = None
+    early: dict[int, Routing] = field(default_factory=dict)
     logits_V: mx.array | None = None
 
     @property
@@ -94,6 +100,25 @@ class Step:
         """These may be experts of these layers: read them as far as they aren't there."""
         if self.memory is not None:
             self.memory.want(layers, experts_LK)
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def proceed(self, layer: int, x: mx.array) -> None:
+        """The layer has its experts and x, its input, is built: have it computed while the pass is built on.
+
+        What the arm knows by now of the layer's experts in the next step is looked at meanwhile, and read.
+        """
+        if not self.decoding or self.look_ahead is None or self.memory is None:
+            return
+        next_1K = self.look_ahead(self, layer)
+        if next_1K is None:
+            mx.async_eval(x)
+            return
+        mx.async_eval(next_1K)  # it needs the input of the layer below, and so is there before x is
+        mx.async_eval(x)
+        experts_1K = np.array(next_1K).astype(np.int64)
+        self.memory.release(layer - 1)
+        self.memory.guess([layer], experts_1K, early=True)
 
     # -- afterwards -------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,13 @@ class Arm:
         """What routes the gate's layer at x [..., T, D]."""
         return gate.own(x)
 
+    def look_ahead(self, step: Step, layer: int) -> mx.array | None:
+        """The layer has its experts in `step`, and its input is built: [1, K], those of its next step if they are known by now.
+
+        Lazily, and only from what the layer below has left: it is evaluated before the layer's own input.
+        """
+        return None
+
     def remember(self, step: Step, last: Step | None) -> Any:
         """The pass is built, after `last`: what the next step's `foresee` will find in `features`. Arrays in lists and tuples."""
         return None

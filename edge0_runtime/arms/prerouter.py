@@ -19,7 +19,7 @@ import numpy as np
 from edge0_runtime.arms import Parts
 from edge0_runtime.arms.lookahead import Lookahead
 from edge0_runtime.gates import Gate
-from edge0_runtime.routing import Routing, predicted, row
+from edge0_runtime.routing import Routing, predicted, row, stack
 from edge0_runtime.step import Step
 
 
@@ -58,6 +58,11 @@ class Prerouter(Lookahead):
         """Run all heads on the last pass's features, if it left any: the consumers' routings, lazily."""
         if last.features is None:
             return
+        if len(last.early) == len(self._heads.owners):  # all of them have run in the last pass
+            coming.ahead = stack([last.early[owner + 1] for owner in self._heads.owners])
+            for layer in self._tier.consumers:
+                coming.foreseen[layer] = row(self._tier.router, last.early[layer], 0)
+            return
         assert coming.token is not None
         embedding_D = self.parts.embed(coming.token[None])[0]
         features: Features = last.features
@@ -87,20 +92,33 @@ class Prerouter(Lookahead):
 
     def remember(self, step: Step, last: Step | None) -> Features | None:
         """The heads' inputs from this pass, lazily; None where the tier's timeline lets the pass leave none."""
-        if not self._leaves_features(step):
+        return self._features(step, slice(None)) if self._leaves_features(step) else None
+
+    def look_ahead(self, step: Step, layer: int) -> mx.array | None:
+        """What the head of the layer below says, as soon as that has run; not if it needs the next token."""
+        if layer - 1 not in self._owners or self._tier.token_aware:
             return None
+        only = self._heads.owners.index(layer - 1)
+        features = self._features(step, slice(only, only + 1))
+        logits_1E = self._heads(features._asdict(), None, only)
+        routing = step.early[layer] = predicted(self._tier.router, logits_1E, self._tier.k)
+        return routing.experts_TK
+
+    def _features(self, step: Step, rows: slice) -> Features:
+        """Of the heads in `rows`."""
+        owners = self._heads.owners[rows]
         if self._tier.feature_topk == "executed":
-            last_OTK = mx.stack([mx.array(step.ran[n][-2:]).astype(mx.uint32) for n in self._heads.owners])
+            last_OTK = mx.stack([mx.array(step.ran[n][-2:]).astype(mx.uint32) for n in owners])
         else:
-            last_OTK = mx.stack([step.own[n] for n in self._heads.owners])
+            last_OTK = mx.stack([step.own[n] for n in owners])
         last_OTE = self._heads.multi_hot(last_OTK)
         if last_OTE.shape[1] > 1:
             previous_OE = last_OTE[:, -2]
-        elif last is not None and last.features is not None:  # the token before belongs to the pass before
-            previous_OE = last.features.routing
+        elif step.last is not None and step.last.features is not None:  # the token before belongs to the pass before
+            previous_OE = step.last.features.routing[rows]
         else:
             previous_OE = mx.zeros_like(last_OTE[:, -1])
-        hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in self._heads.owners])
+        hidden_OD = mx.stack([step.inputs[n].astype(mx.float32) for n in owners])
         return Features(hidden_OD, last_OTE[:, -1], previous_OE)
 
     def _leaves_features(self, step: Step) -> bool:

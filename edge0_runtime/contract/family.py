@@ -24,6 +24,24 @@ QUANTISED_PARTS = ("weight", "scales", "biases")
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How many numbers a layer keeps of a sequence, as mlx-lm's caches hold them.
+
+    Attributes:
+        token: for each token of context, in the dtype of the computing. inputs: a convolution's last inputs, likewise.
+        state: of a recurrence, in float32.
+        scores: not kept, but made for each pair of a prompt chunk's and the context's tokens. unfolded: likewise for each token of
+            the context, where keys and values are made of latents.
+    """
+
+    token: int = 0
+    inputs: int = 0
+    state: int = 0
+    scores: int = 0
+    unfolded: int = 0
+
+
+@dataclass(frozen=True)
 class Family:
     """Names and shapes of one model family; fields of config.json are mlx-lm's (`ModelArgs`).
 
@@ -72,6 +90,7 @@ class Family:
             or what contradicts it}.
         layer_modules: (architecture, layer) -> {path below the layer: (in_features, out_features)} of the linear
             modules that a recovery LoRA may sit on.
+        kept: (architecture, layer) -> what the layer keeps of a sequence.
         is_moe: (architecture, layer) -> whether the layer has routed experts.
         router_kind: of a tier's router. router_fields: {field of a tier's router: (config.json's name of it, its value where
             config.json has none)}.
@@ -90,6 +109,7 @@ class Family:
     mlx_config: Callable[[Config, Fill], dict[str, Any]]
     required: tuple[str, ...]
     layer_modules: Callable[[Architecture, int], dict[str, tuple[int, int]]]
+    kept: Callable[[Architecture, int], Kept]
     other_experts: tuple[str, ...] = ()
     expert_bias: str | None = None
     one_file: bool = False

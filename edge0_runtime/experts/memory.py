@@ -69,11 +69,13 @@ class ExpertMemory:
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def want(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
-        """Read these experts of these layers, and before what else is wanted if `soon`; returns at once."""
+    def want(
+        self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False, early: bool = False
+    ) -> None:
+        """Read these experts of these layers, in the order that `SlotPool.want` says; returns at once."""
         for pool in self.pools:
             if not pool.full and (rows := [row for row, layer in enumerate(layers) if self._pool[layer] is pool]):
-                pool.want([layers[row] for row in rows], experts_LK[rows], soon=soon)
+                pool.want([layers[row] for row in rows], experts_LK[rows], soon=soon, early=early)
 
     def want_layer(self, layer: int, *, soon: bool = False) -> None:
         """Read all experts of the layer."""
@@ -84,11 +86,13 @@ class ExpertMemory:
         index = self.layers.index(layer) + 1
         return self.layers[index] if index < len(self.layers) else None
 
-    def guess(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
+    def guess(
+        self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False, early: bool = False
+    ) -> None:
         """As `want`, for layers that will choose themselves; whoever sees what they choose tells `judge`."""
         for layer, experts_K in zip(layers, experts_LK, strict=True):
             if self._accuracy[layer] >= LEAST_ACCURACY:
-                self.want([layer], experts_K[None], soon=soon)
+                self.want([layer], experts_K[None], soon=soon, early=early)
 
     def judge(self, layer: int, guessed_K: np.ndarray, chosen_N: np.ndarray) -> None:
         """A layer has chosen its experts: how good was the guess?"""
@@ -97,10 +101,15 @@ class ExpertMemory:
 
     # -- between steps ---------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """Everything built so far is evaluated: no graph computes from a slot any more."""
+    def release(self, below: int | None = None) -> None:
+        """Everything built so far, or of the layers `below`, is evaluated: no graph computes from their slots any more."""
         for pool in self.pools:
-            pool.release()
+            pool.release(below)
+
+    def turn(self) -> None:
+        """A step begins: what was read early for it is held only as far as it is wanted again now."""
+        for pool in self.pools:
+            pool.turn()
 
     def abandon(self) -> None:
         """Forget what was asked for; nothing is read afterwards, and no graph may be pending."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import queue
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -33,7 +34,8 @@ class SlotPool:
 
     A slot can't be given away while it is loading, while a graph that is not evaluated yet computes from it ("used"),
     or while it is reserved for a layer that comes later in the step. A reservation is a hint: a layer that must have
-    a slot breaks it, and the later layer reads again.
+    a slot breaks it, and the later layer reads again. What is held for the step after this one ("early") makes room for
+    all that this step needs.
 
     Attributes:
         arrays: the weights, in the order of `ExpertStore.tensors`. slots: how many experts fit.
@@ -80,9 +82,11 @@ class SlotPool:
         self._row_S = np.full(slots, -1, np.int64)  # whose expert a slot holds
         self._expert_S = np.full(slots, -1, np.int64)
         self._clock_S = np.zeros(slots, np.int64)  # last use
-        self._loading_S, self._used_S, self._reserved_S, self._fresh_S = np.zeros((4, slots), bool)
+        self._loading_S, self._used_S, self._reserved_S, self._early_S, self._fresh_S = np.zeros((5, slots), bool)
         self._time = 0
-        self._wants: deque[tuple[int, np.ndarray, int]] = deque()  # (row, experts, rank) that wait for room
+        # (row, experts, rank) that wait for room, of this step and of the one after it
+        self._wants: deque[tuple[int, np.ndarray, int]] = deque()
+        self._early_wants: deque[tuple[int, np.ndarray, int]] = deque()
         self._outstanding: set[Load] = set()
         self._finished: queue.SimpleQueue[Load] = queue.SimpleQueue()
         self.reset_counters()
@@ -136,7 +140,9 @@ class SlotPool:
         self._used_S[slots_N] = True
         if self._loading_S[slots_N].any():
             self._wait(slots_N, settle)
-        self._reserved_S[self._row_S == row] = False
+        own_S = self._row_S == row
+        self._reserved_S[own_S] = self._early_S[own_S] = False
+        self._early_S[slots_N] = foreseen  # until it is known which of them the layer needs again
         fresh = int(self._fresh_S[slots_N].sum())
         self._fresh_S[slots_N] = False
         self.misses += fresh
@@ -144,9 +150,10 @@ class SlotPool:
         self._clock_S[slots_N] = self._time + (0 if foreseen else KEPT_PASSES * len(self.layers))
         self._read_ahead()
 
-    def release(self) -> None:
-        """All graphs that compute from acquired slots are evaluated or given up."""
-        self._used_S[:] = False
+    def release(self, below: int | None = None) -> None:
+        """All graphs that compute from acquired slots, or from those of layers `below`, are evaluated or given up."""
+        layers = len(self.layers) if below is None else bisect_left(self.layers, below)
+        self._used_S[self._row_S < layers] = False
         self._read_ahead()
 
     def present(self, layer: int, experts_N: np.ndarray) -> np.ndarray:
@@ -156,16 +163,22 @@ class SlotPool:
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def want(self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False) -> None:
+    def want(
+        self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False, early: bool = False
+    ) -> None:
         """Read these experts of later layers, in this order, as far as there is room; returns at once.
 
-        `soon` is for the layer that comes next: before all that was asked for earlier.
+        `soon` is for the layer that comes next: before all that was asked for earlier. `early` is for the step after this
+        one, of layers that have acquired their experts of this one, and leaves all slots to this one that it needs.
         """
         self._time += 1
         rows_L = np.array([self._row[layer] for layer in layers])
         slots_LN = self._slot_LE[rows_L[:, None], experts_LN]
         here_LN = slots_LN >= 0
-        self._reserved_S[slots_LN[here_LN]] = True
+        if early:
+            self._early_S[np.isin(self._row_S, rows_L)] = False
+        held_S = self._early_S if early else self._reserved_S
+        held_S[slots_LN[here_LN]] = True
         wants = [
             (int(rows_L[index]), experts_LN[index, ~here_LN[index]], SOON if soon else AHEAD)
             for index in np.flatnonzero(~here_LN.all(axis=1))
@@ -173,25 +186,31 @@ class SlotPool:
         if soon:
             self._wants.extendleft(wants[::-1])
         else:
-            self._wants.extend(wants)
+            (self._early_wants if early else self._wants).extend(wants)
         self._read_ahead()
 
+    def turn(self) -> None:
+        """A step begins: of what was read early for it, that is reserved which is wanted now."""
+        self._early_wants.clear()
+        self._early_S[:] = False
+
     def _read_ahead(self) -> None:
-        if not self._wants:
-            return
-        self._collect()
-        room = self._free()[: -self._spare or None]
-        while self._wants:
-            row, experts_N, rank = self._wants.popleft()
-            experts_N = experts_N[self._slot_LE[row, experts_N] < 0]
-            now, later = experts_N[: len(room)], experts_N[len(room) :]
-            if len(now):
-                self._issue(row, now, room[: len(now)], rank)
-                self._reserved_S[room[: len(now)]] = True
-                room = room[len(now) :]
-            if len(later):
-                self._wants.appendleft((row, later, rank))
-                return
+        for wants, held_S in ((self._wants, self._reserved_S), (self._early_wants, self._early_S)):
+            if not wants:
+                continue
+            self._collect()
+            room = self._free(early=held_S is self._reserved_S)[: -self._spare or None]
+            while wants:
+                row, experts_N, rank = wants.popleft()
+                experts_N = experts_N[self._slot_LE[row, experts_N] < 0]
+                now, later = experts_N[: len(room)], experts_N[len(room) :]
+                if len(now):
+                    self._issue(row, now, room[: len(now)], rank)
+                    held_S[room[: len(now)]] = True
+                    room = room[len(now) :]
+                if len(later):
+                    wants.appendleft((row, later, rank))
+                    return
 
     def fill(self) -> None:
         """Read all experts of all layers, in order; needs a slot for each. From then on the pool is `full`."""
@@ -208,6 +227,7 @@ class SlotPool:
     def abandon(self) -> None:
         """Give up all that was asked for; afterwards no thread reads for this pool, and what arrived stays."""
         self._wants.clear()
+        self._early_wants.clear()
         for load in self._outstanding:
             load.cancelled = True
         # Not by waiting for each in the queue: Ctrl-C may have struck when one had been taken out or was not handed over yet.
@@ -215,7 +235,7 @@ class SlotPool:
         self._collect()
         for load in tuple(self._outstanding):
             self._finish(load)
-        self._used_S[:] = self._reserved_S[:] = False
+        self._used_S[:] = self._reserved_S[:] = self._early_S[:] = False
 
     def forget(self) -> None:
         """Hold no expert any more, unless the pool is full for good; also when bookkeeping was interrupted midway."""
@@ -227,25 +247,26 @@ class SlotPool:
 
     # -- slots -----------------------------------------------------------------------------------------------
 
-    def _free(self) -> np.ndarray:
-        """Slots that may be given away, the one to go first in front."""
-        free = np.flatnonzero(~(self._loading_S | self._used_S | self._reserved_S))
+    def _free(self, *, early: bool) -> np.ndarray:
+        """Slots that may be given away, the one to go first in front; `early`: also what is held for the next step."""
+        taken_S = self._loading_S | self._used_S | self._reserved_S
+        free = np.flatnonzero(~taken_S if early else ~(taken_S | self._early_S))
         return free[np.argsort(self._clock_S[free], kind="stable")]
 
     def _room(self, count: int, keep_N: np.ndarray, settle: Callable[[], None]) -> np.ndarray:
         """`count` slots for a layer that needs them now, none of them in `keep_N`."""
         self._used_S[keep_N] = True
-        if len(free := self._free()) < count:
+        if len(free := self._free(early=False)) < count:
             settle()
             self._used_S[:] = False
             self._used_S[keep_N] = True
-            free = self._free()
+            free = self._free(early=True)
         if len(free) < count:  # reading ahead took too much
             self._reserved_S[:] = False
-            free = self._free()
+            free = self._free(early=True)
         while len(free) < count:
             self._finish(self._finished.get())
-            free = self._free()
+            free = self._free(early=True)
         return free[:count]
 
     def _issue(self, row: int, experts_N: np.ndarray, slots_N: np.ndarray, rank: int) -> None:
@@ -259,6 +280,7 @@ class SlotPool:
         self._written[row][experts_N] = slots_N
         self._row_S[slots_N], self._expert_S[slots_N] = row, experts_N
         self._clock_S[slots_N] = self._time
+        self._early_S[slots_N] = False
         self._loading_S[slots_N] = self._fresh_S[slots_N] = True
         for start, end in _runs(experts_N):
             slots = slots_N[start:end].tolist()
@@ -302,7 +324,8 @@ class SlotPool:
         self._slot_LE[self._row_S[slots_N], self._expert_S[slots_N]] = -1
         self._row_S[slots_N] = self._expert_S[slots_N] = -1
         self._clock_S[slots_N] = 0
-        self._used_S[slots_N] = self._reserved_S[slots_N] = self._fresh_S[slots_N] = False
+        for flag_S in (self._used_S, self._reserved_S, self._early_S, self._fresh_S):
+            flag_S[slots_N] = False
 
 
 def slot_dtype(tensor: ExpertTensor, float32: bool) -> mx.Dtype:

@@ -1,4 +1,4 @@
-"""Experts as byte ranges of the checkpoint's own files.
+"""Experts as byte ranges of the checkpoint's own files, and rows of its embedding.
 
 A layer's routed experts are nine stacked tensors (three projections, each weight, scales and biases); expert
 e is the e-th slice of each, so one expert is nine byte ranges. This module knows files and bytes and nothing
@@ -34,6 +34,8 @@ class ExpertTensor:
         projection: gate_proj, up_proj or down_proj. part: weight, scales or biases.
         dtype: safetensors' name (U32, BF16, ...). shape: of one expert's slice.
         path: the file. start: absolute offset of expert 0 in bytes. nbytes: of one expert's slice.
+
+    A tensor of the embedding is one of these too: its projection is `embedding`, its slices are rows.
     """
 
     projection: str
@@ -68,6 +70,8 @@ class ExpertStore:
 
     Attributes:
         tensors: layer -> the layer's expert tensors. num_experts: experts per layer.
+        embedding: tensors of the token embedding, packed or not; empty where no rows can be read: the file has another form, or
+            the output layer needs the whole table too. vocabulary: its rows.
         failed: reading failed, or `check` did, since `trust`.
     """
 
@@ -76,14 +80,18 @@ class ExpertStore:
         tensors: Mapping[int, tuple[ExpertTensor, ...]],
         num_experts: int,
         is_same_base: Callable[[], bool] = lambda: True,
+        embedding: tuple[ExpertTensor, ...] = (),
+        vocabulary: int = 0,
     ) -> None:
         """`is_same_base`: whether the files are still the base that was opened, after one was written to."""
         self.tensors = dict(tensors)
         self._is_same_base = is_same_base
         self.num_experts = num_experts
+        self.embedding, self.vocabulary = embedding, vocabulary
         self._files: dict[Path, int] = {}
         try:
-            for path in sorted({tensor.path for layer in self.tensors.values() for tensor in layer}):
+            every = (*self.tensors.values(), embedding)
+            for path in sorted({tensor.path for tensors in every for tensor in tensors}):
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 if hasattr(
                     os, "posix_fadvise"
@@ -110,7 +118,13 @@ class ExpertStore:
                 f"experts: {'; '.join(offenders)}; serving needs an int4 MLX checkpoint with stacked experts"
             )
         opened = fingerprint or checkpoint.fingerprint()
-        return cls(tensors, tier.num_experts, lambda: checkpoint.fingerprint() == opened)
+        return cls(
+            tensors,
+            tier.num_experts,
+            lambda: checkpoint.fingerprint() == opened,
+            tuple(_locate_embedding(checkpoint, tier)),
+            tier.architecture["vocab_size"],
+        )
 
     def expert_nbytes(self, layer: int) -> int:
         """Bytes of one expert of `layer`."""
@@ -143,6 +157,10 @@ class ExpertStore:
             between()
             self._read(tensor, tensor.start + first * tensor.nbytes, parts)
 
+    def read_rows(self, tensor: ExpertTensor, first: int, buffer: Buffer) -> None:
+        """Fill `buffer` with rows of a tensor of the embedding from `first` on. Raises Edge0Error like `read`."""
+        self._read(tensor, tensor.start + first * tensor.nbytes, [buffer])
+
     def _read(self, tensor: ExpertTensor, offset: int, parts: Sequence[Buffer]) -> None:
         if tensor.path not in self._files:
             raise Edge0Error(f"{tensor.path}: the expert store is closed; load the engine again")
@@ -161,7 +179,7 @@ class ExpertStore:
         if got < wanted:
             self.failed = True
             raise Edge0Error(
-                f"{tensor.path}: reading {tensor.projection}.{tensor.part} of an expert at offset {offset} failed:"
+                f"{tensor.path}: reading {tensor.projection}.{tensor.part} at offset {offset} failed:"
                 f" wanted {wanted} bytes, got {got}: {reason}"
             )
 
@@ -231,3 +249,24 @@ def _locate(checkpoint: Checkpoint, tier: Tier, layer: int, offenders: list[str]
                 start=entry.start,
                 nbytes=(entry.end - entry.start) // tier.num_experts,
             )
+
+
+def _locate_embedding(checkpoint: Checkpoint, tier: Tier) -> Iterator[ExpertTensor]:
+    """The embedding's tensors, if its rows can be read one by one and nothing else needs the table."""
+    if checkpoint.text_config().get("tie_word_embeddings"):
+        return
+    for part in QUANTISED_PARTS:
+        found = checkpoint.entries.get(f"{tier.layout.embedding}.{part}")
+        if found is None:
+            return  # not packed: there is a weight alone
+        header, entry = found
+        rows = tier.architecture["vocab_size"]
+        yield ExpertTensor(
+            projection="embedding",
+            part=part,
+            dtype=entry.dtype,
+            shape=entry.shape[1:],
+            path=header.path,
+            start=entry.start,
+            nbytes=(entry.end - entry.start) // rows,
+        )

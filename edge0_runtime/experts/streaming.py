@@ -51,6 +51,9 @@ class Pass(Protocol):
     def guess(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False) -> None:
         """Have experts read that these layers will probably choose."""
 
+    def proceed(self, layer: int, x: mx.array) -> None:
+        """The layer has its experts and x, its input, is built: have that computed while the pass is built on."""
+
 
 class Running(Protocol):
     """Which pass is running; `step.Running` is one."""
@@ -122,6 +125,7 @@ class StreamingSwitchGLU(nn.Module):
             return self._compute_in_groups(x, indices, experts_N)
         self._pool.acquire(layer, experts_N, lambda: mx.eval(x), foreseen=staged_K is not None)
         self._read_next(step, expected)
+        step.proceed(layer, x)
         outputs = self.inner(x, self._pool.locate(layer, indices))
         return outputs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edge0_runtime.contract.family import PROJECTIONS, Architecture, Family, Fill
+from edge0_runtime.contract.family import PROJECTIONS, Architecture, Family, Fill, Kept
 from edge0_runtime.contract.links import Change, Config, Link, Stored
 
 Modules = dict[str, tuple[int, int]]
@@ -29,6 +29,21 @@ def attention(arch: Architecture, head_dim: int, *, gated: bool = False) -> Modu
         "self_attn.v_proj": (hidden, keys),
         "self_attn.o_proj": (queries, hidden),
     }
+
+
+def keys_and_values(arch: Architecture, head_dim: int) -> Kept:
+    """Of grouped-query attention."""
+    return Kept(token=2 * arch["num_key_value_heads"] * head_dim, scores=arch["num_attention_heads"])
+
+
+def latents(arch: Architecture) -> Kept:
+    """Of latent attention: keys and values in one, and the rotary key that all heads share."""
+    heads = arch["num_attention_heads"]
+    return Kept(
+        token=arch["kv_lora_rank"] + arch["qk_rope_head_dim"],
+        scores=2 * heads,  # of the rotary part, and of both
+        unfolded=heads * (arch["qk_nope_head_dim"] + arch["v_head_dim"]),
+    )
 
 
 def mlp(path: str, hidden: int, width: int) -> Modules:
@@ -197,6 +212,16 @@ def _flat_config(
 def is_linear(arch: Architecture, layer: int) -> bool:
     """Whether the layer's mixer is recurrent, where every `full_attention_interval`-th has full attention."""
     return bool((layer + 1) % arch["full_attention_interval"] != 0)
+
+
+def linear_or_full(arch: Architecture, layer: int) -> Kept:
+    """Of a gated delta net, or of the full attention in its place."""
+    if not is_linear(arch, layer):
+        return keys_and_values(arch, arch["head_dim"])
+    keys = arch["linear_num_key_heads"] * arch["linear_key_head_dim"]
+    values = arch["linear_num_value_heads"] * arch["linear_value_head_dim"]
+    inputs = (arch["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
+    return Kept(inputs=inputs, state=values * arch["linear_key_head_dim"])
 
 
 def interval_of_layer_types(config: Config, plain: Any) -> Any:

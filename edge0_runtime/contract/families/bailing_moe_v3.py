@@ -17,10 +17,11 @@ from edge0_runtime.contract.families._blocks import (
     LAYER,
     Modules,
     dense_or_shared,
+    latents,
     same,
     sparse_after_dense,
 )
-from edge0_runtime.contract.family import PROJECTIONS, Architecture, Family, Fill
+from edge0_runtime.contract.family import PROJECTIONS, Architecture, Family, Fill, Kept
 from edge0_runtime.contract.links import ABSORBED, ABSORBED_HALVES, Config, Link
 
 _ALIASES = {
@@ -61,6 +62,13 @@ def _modules(arch: Architecture, layer: int) -> Modules:
         modules |= {"b_proj": (hidden, heads), "o_proj": (width, hidden)}
     below = {f"attention.{name}": shape for name, shape in modules.items()}
     return below | dense_or_shared(arch, layer, "num_shared_experts")
+
+
+def _kept(arch: Architecture, layer: int) -> Kept:
+    if _is_mla(arch, layer):
+        return latents(arch)
+    width = arch["num_attention_heads"] * arch["head_dim"]
+    return Kept(inputs=3 * (arch["short_conv_kernel_size"] - 1) * width, state=width * arch["head_dim"])
 
 
 def _table() -> tuple[Link, ...]:
@@ -188,6 +196,7 @@ FAMILY = Family(
     aliases=_ALIASES,
     is_moe=sparse_after_dense,
     layer_modules=_modules,
+    kept=_kept,
     spared=(
         "attention.q_a_proj", "attention.kv_a_proj_with_mqa",
         *(f"mlp.shared_experts.{projection}" for projection in PROJECTIONS),

@@ -13,6 +13,7 @@ from edge0_runtime.contract.families._blocks import (
     dense_or_shared,
     flat_family,
     flat_table,
+    latents,
 )
 from edge0_runtime.contract.family import Architecture
 from edge0_runtime.contract.links import ABSORBED, ABSORBED_HALVES, Config, Link
@@ -68,5 +69,6 @@ FAMILY = flat_family(
     optional=("q_lora_rank",),
     spared=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
     layer_modules=_modules,
+    kept=lambda arch, layer: latents(arch),
     **GROUPED,
 )

@@ -11,6 +11,7 @@ from edge0_runtime.contract.families._blocks import (
     dense_or_shared,
     flat_family,
     flat_table,
+    keys_and_values,
 )
 
 _BIASES = LAYER.vectors(*(f"self_attn.{name}_proj.bias" for name in ("q", "k", "v")))
@@ -22,5 +23,6 @@ FAMILY = flat_family(
     agreed=PLAIN | {"norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     required=(*COMMON, *GROUPED_FIELDS, "num_key_value_heads", "head_dim"),
     layer_modules=lambda arch, layer: attention(arch, arch["head_dim"]) | dense_or_shared(arch, layer),
+    kept=lambda arch, layer: keys_and_values(arch, arch["head_dim"]),
     **GROUPED,
 )

@@ -1,6 +1,6 @@
 """OLMoE: transformers' OlmoeForCausalLM, mlx-lm's olmoe."""
 
-from edge0_runtime.contract.families._blocks import COMMON, PLAIN, attention, flat_family, flat_table
+from edge0_runtime.contract.families._blocks import COMMON, PLAIN, attention, flat_family, flat_table, keys_and_values
 from edge0_runtime.contract.links import Config
 
 
@@ -23,4 +23,5 @@ FAMILY = flat_family(
     aliases={"num_experts": "num_local_experts"},
     renormalises="norm_topk_prob",
     layer_modules=lambda arch, layer: attention(arch, _head_dim(arch)),
+    kept=lambda arch, layer: keys_and_values(arch, _head_dim(arch)),
 )

@@ -15,6 +15,7 @@ from edge0_runtime.contract.families._blocks import (
     attention,
     interval_of_layer_types,
     is_linear,
+    linear_or_full,
     mlp,
 )
 from edge0_runtime.contract.family import Architecture, Family, Fill
@@ -110,4 +111,5 @@ FAMILY = Family(
     ),
     derived={"full_attention_interval": interval_of_layer_types},
     layer_modules=_modules,
+    kept=linear_or_full,
 )  # fmt: skip

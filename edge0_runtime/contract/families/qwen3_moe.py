@@ -1,6 +1,6 @@
 """Qwen3-MoE: transformers' Qwen3MoeForCausalLM, mlx-lm's qwen3_moe."""
 
-from edge0_runtime.contract.families._blocks import ALL_SPARSE, COMMON, PLAIN, attention, flat_family, flat_table
+from edge0_runtime.contract.families._blocks import ALL_SPARSE, COMMON, PLAIN, attention, flat_family, flat_table, keys_and_values
 
 FAMILY = flat_family(
     "qwen3_moe",
@@ -11,4 +11,5 @@ FAMILY = flat_family(
     aliases={"num_experts": "num_local_experts"},
     renormalises="norm_topk_prob",
     layer_modules=lambda arch, layer: attention(arch, arch["head_dim"]),
+    kept=lambda arch, layer: keys_and_values(arch, arch["head_dim"]),
 )

@@ -13,6 +13,7 @@ from edge0_runtime.contract.families._blocks import (
     flat_table,
     interval_of_layer_types,
     is_linear,
+    linear_or_full,
     mlp,
 )
 from edge0_runtime.contract.family import Architecture
@@ -71,4 +72,5 @@ FAMILY = flat_family(
     derived={"full_attention_interval": interval_of_layer_types},
     renormalises="norm_topk_prob",
     layer_modules=_modules,
+    kept=linear_or_full,
 )  # fmt: skip
