@@ -51,7 +51,9 @@ class Heads:
         self._tier = tier
         self._parts = {part: self._stack(tensors, part) for part in tier.head_parts}
         # Views of the stacks, which they keep no second copy of.
-        self._single = [{name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))]
+        self._single = [
+            {name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))
+        ]
         mx.eval(self._parts, self._single)
 
     def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:

@@ -163,9 +163,7 @@ class SlotPool:
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def want(
-        self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False, early: bool = False
-    ) -> None:
+    def want(self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False, early: bool = False) -> None:
         """Read these experts of later layers, in this order, as far as there is room; returns at once.
 
         `soon` is for the layer that comes next: before all that was asked for earlier. `early` is for the step after this

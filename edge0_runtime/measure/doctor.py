@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from edge0_runtime.activations import token_bytes
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.machine import cpu_count, memory_limit_bytes
 from edge0_runtime.contract.tier import Sticky
@@ -78,6 +79,7 @@ def doctor(
             "disk_bytes_per_second": disk_bytes_per_second,
             "step_compute_seconds": seconds,
             "smallest_budget_bytes": smallest,
+            "context_bytes_per_token": token_bytes(subject.tier, float32=model.fixed.float32),
         }  # fmt: skip
         if smallest > memory:
             return data | {"budget": None, "budgets": [], "advice": []}

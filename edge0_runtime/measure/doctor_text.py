@@ -27,7 +27,7 @@ def doctor_text(data: Mapping[str, Any]) -> str:
     ]
     if data["budget"] is None:
         return "\n".join([*lines, "it won't run: there is less memory than that"])
-    return "\n".join([*lines, "", *_budgets(data), "", *_locality(data), *_advice(data["advice"])])
+    return "\n".join([*lines, "", *_budgets(data), "", *_locality(data), _context(data), *_advice(data["advice"])])
 
 
 def _where(data: Mapping[str, Any]) -> str:
@@ -75,6 +75,16 @@ def _locality(data: Mapping[str, Any]) -> Iterator[str]:
         " another model's lies elsewhere"
     )
     yield "tokens/s: reading and computing one after the other, to only the longer of both"
+
+
+def _context(data: Mapping[str, Any]) -> str:
+    """What a conversation's length costs of the budget that was asked about."""
+    each, budget = data["context_bytes_per_token"], data["budget"]
+    experts = figures(1000 * each / budget["slot_bytes"])
+    return (
+        f"context: 1,000 tokens take {size(1000 * each)}, the room of {experts} experts;"
+        f" {budget['spare_bytes'] // each:,} tokens take all but one token's experts"
+    )
 
 
 def _advice(advice: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -81,6 +81,8 @@ class Forecast:
         return {
             "budget_bytes": self.plan.budget_bytes,
             "experts_held": self.plan.slots,
+            "slot_bytes": self.plan.slot_nbytes,
+            "spare_bytes": max(0, self.plan.slots - self.plan.step_experts) * self.plan.slot_nbytes,
             "hit_share": list(self.hits),
             "loads_per_token": list(self.loads),
             "bytes_per_token": list(self.nbytes),

@@ -8,20 +8,19 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi, get_session, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils._headers import build_hf_headers
-from huggingface_hub.utils._http import hf_raise_for_status
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from edge0_runtime.contract.artifacts import KINDS
 from edge0_runtime.contract.checkpoint import INDEX_NAME, SHARD_PATTERN
@@ -59,7 +58,7 @@ def _range(repo: str, revision: str | None, name: str, start: int, end: int) -> 
     headers = build_hf_headers() | {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
     with get_session().stream("GET", hf_hub_url(repo, name, revision=revision), headers=headers) as response:
         hf_raise_for_status(response)
-        if response.status_code != httpx.codes.PARTIAL_CONTENT:  # it would send all of a file that may be large
+        if response.status_code != HTTPStatus.PARTIAL_CONTENT:  # it would send all of a file that may be large
             raise Edge0Error(f"{repo}/{name}: the server sends no ranges; download the model and give its directory")
         return response.read()
 
@@ -82,7 +81,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise Edge0Error(
             f"{at}: no such directory or tier, and not on the Hub or private; correct it, or `hf auth login`"
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError) as error:
+    except HTTPError as error:
         raise Edge0Error(
             f"{at}: no such directory or tier, and the Hub can't be asked: {one_line(error)}; try again, or give a directory"
         ) from error

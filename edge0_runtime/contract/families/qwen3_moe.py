@@ -1,6 +1,14 @@
 """Qwen3-MoE: transformers' Qwen3MoeForCausalLM, mlx-lm's qwen3_moe."""
 
-from edge0_runtime.contract.families._blocks import ALL_SPARSE, COMMON, PLAIN, attention, flat_family, flat_table, keys_and_values
+from edge0_runtime.contract.families._blocks import (
+    ALL_SPARSE,
+    COMMON,
+    PLAIN,
+    attention,
+    flat_family,
+    flat_table,
+    keys_and_values,
+)
 
 FAMILY = flat_family(
     "qwen3_moe",
