@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Sticky, Tier, builtin_tier_names
@@ -23,6 +24,10 @@ class Advice:
     change: str
     command: str
     tokens_per_second: Band
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self) | {"tokens_per_second": list(self.tokens_per_second)}
 
 
 def advice(what: str, subject: Subject, chosen: Forecast, rows: Sequence[Forecast]) -> list[Advice]:

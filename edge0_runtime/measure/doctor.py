@@ -93,7 +93,7 @@ def doctor(
         return data | {
             "budget": own.to_dict(),
             "budgets": [row.to_dict() for row in rows],
-            "advice": [asdict(one) for one in advice(what, subject, own, rows)],
+            "advice": [one.to_dict() for one in advice(what, subject, own, rows)],
         }
 
 

@@ -147,7 +147,7 @@ def test_what_is_wrong_is_a_sentence(arguments: list[str], sentence: str, capsys
 
 
 def test_a_base_of_no_known_tier_asks_for_one(base_dir: Path) -> None:
-    with pytest.raises(Edge0Error, match="no adapter file there names a tier.*--tier FILE.yaml"):
+    with pytest.raises(Edge0Error, match=r"no adapter file there names a tier.*--tier FILE\.yaml"):
         doctor(str(base_dir), disk_bytes_per_second=1e6)
 
 

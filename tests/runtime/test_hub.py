@@ -112,7 +112,7 @@ def test_what_the_hub_does_not_have_is_a_sentence(served: list[tuple[str, int]],
 
 def test_a_server_that_would_send_whole_files_is_refused(served: list[tuple[str, int]], tmp_path: Path) -> None:
     Hub.ranges = False
-    with pytest.raises(Edge0Error, match="org/tiny/config.json: the server sends no ranges; download the model"):
+    with pytest.raises(Edge0Error, match=r"org/tiny/config\.json: the server sends no ranges; download the model"):
         outline_of_hub("org/tiny", None, tmp_path)
 
 
@@ -120,5 +120,5 @@ def test_a_hub_that_is_not_there_is_a_sentence(
     served: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: nobody listens
-    with pytest.raises(Edge0Error, match="the Hub can't be asked: .*; try again, or give a directory"):
+    with pytest.raises(Edge0Error, match=r"the Hub can't be asked: .*; try again, or give a directory"):
         outline_of_hub("org/tiny", None, tmp_path)
