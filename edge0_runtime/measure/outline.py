@@ -39,11 +39,6 @@ class Outline:
     config: dict[str, Any]
     tensors: dict[str, Kind]
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in self.tensors.values())
-
 
 def write_outline(directory: Path, outline: Outline) -> None:
     """Write config.json and one `model.safetensors` of holes into an existing directory."""
