@@ -1,7 +1,7 @@
 """What a sequence and its passes take in memory beside the weights, from a tier's shapes alone.
 
-The numbers of copies are measured: `benchmarks/activations.py` compares what follows from them with the allocator's peaks, layer by
-layer. T tokens of a prompt's chunk, C tokens of context.
+The numbers of copies are measured: `benchmarks/activations.py` compares what follows from them with the allocator's peaks by part
+of a layer. T tokens of a prompt's chunk, C tokens of context.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ class Engine:
         lora: bool = True,
         arm: str | None = None,
         memory_budget: float | None = None,
+        context: int | None = None,
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
         tier_name: str | None = None,
@@ -91,8 +92,10 @@ class Engine:
             prerouter, lora: False serves without that file: own gates, no recovery.
             arm: how experts are routed and read, a name of `edge0_runtime.arms`; None: by the prerouter, or on
                 demand without it.
-            memory_budget: GiB for all that MLX holds: resident weights, adapters, activations and experts. None
-                takes a quarter of the machine's memory, or what all experts need if that is less.
+            memory_budget: GiB for all that MLX holds: resident weights, adapters, the context's keys and values, activations and
+                experts. None takes a quarter of the machine's memory, or what all experts need if that is less.
+            context: tokens of prompt and answer that the budget reserves memory for; None: 4,096, or the model's if that is less.
+                A longer request is served, beyond the budget, with a warning.
             io_threads: threads that read experts.
             allow_mismatch: serve adapters that name another base or prerouter.
             tier_name: which adapter files, when the directory holds several or none.
@@ -101,6 +104,8 @@ class Engine:
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
+        if context is not None and context < 1:
+            raise Edge0Error(f"context: {context} must be at least 1")
         checkpoint = Checkpoint.open(Path(model_dir))
         check_library_files(checkpoint.directory)
         defaults = Defaults.of_model(checkpoint.directory)
@@ -112,6 +117,7 @@ class Engine:
             prerouter=prerouter,
             lora=lora,
             budget_bytes=_budget_bytes(memory_budget),
+            context=context,
             io_threads=io_threads,
             allow_mismatch=allow_mismatch,
             tier_name=tier_name,
@@ -245,12 +251,17 @@ class Engine:
                 yield Token(0, -1, 0.0, "cancelled")
                 return
             self._prompt_tokens += len(prompt_ids)
+            reserved = self.context_length if self.model.plan is None else self.model.plan.context
             # Where no expert is waited for, a step is built while the one before computes. A trace looks at each.
             ahead = self.model.never_waits and not trace
             for token in request.decode(
                 sequence, logits, max_tokens, sample, stop_ids, cancel, ahead=ahead, trace=trace
             ):
                 self._generated_tokens += token.finish_reason != "cancelled"
+                if token.index == max(0, reserved - len(prompt_ids)):
+                    log.warning(
+                        "context: longer than the %d tokens that memory is reserved for; load with --context", reserved
+                    )
                 yield token
         except (KeyboardInterrupt, SystemExit):  # may have struck anywhere, also midway in the slots' bookkeeping
             self.model.forget_experts()

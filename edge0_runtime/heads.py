@@ -42,23 +42,36 @@ class Heads:
 
     Attributes:
         owners: in the order of the stacks: the owners of the tier's consumers, then those whose output routes nothing.
+        packed: they are kept in the file's F16, half the memory, and each is cast when it computes.
     """
 
-    def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, tier: Tier, tensors: Mapping[str, np.ndarray], *, packed: bool = False) -> None:
         """`tensors` is the content of the prerouter file."""
         others = (owner for owner in tier.owners if owner + 1 not in tier.consumers)
         self.owners = (*(layer - 1 for layer in tier.consumers), *others)
         self._tier = tier
         self._parts = {part: self._stack(tensors, part) for part in tier.head_parts}
+        self.packed = packed
+        if packed:
+            self._cut()
+        else:
+            self.widen()
+
+    def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
+        return mx.array(np.stack([tensors[head_key(owner, part)].T for owner in self.owners]))
+
+    def widen(self) -> None:
+        """Cast all of them to float32 once instead of at every step."""
+        self.packed = False
+        self._parts = {name: part.astype(mx.float32) for name, part in self._parts.items()}
+        self._cut()
+
+    def _cut(self) -> None:
         # Views of the stacks, which they keep no second copy of.
         self._single = [
             {name: part[row : row + 1] for name, part in self._parts.items()} for row in range(len(self.owners))
         ]
         mx.eval(self._parts, self._single)
-
-    def _stack(self, tensors: Mapping[str, np.ndarray], part: str) -> mx.array:
-        stacked = np.stack([tensors[head_key(owner, part)].T for owner in self.owners])
-        return mx.array(stacked).astype(mx.float32)
 
     @property
     def nbytes(self) -> int:
@@ -75,17 +88,20 @@ class Heads:
             embedding_D: the base's embedding of the next token; only heads that see the token look at it.
             only: the one head of this index, O = 1; its row has the same bits as in the stack.
         """
+        if only is None and self.packed:  # float32 copies of all at the same time would take more than is saved
+            rows = [{name: value[row : row + 1] for name, value in before.items()} for row in range(len(self.owners))]
+            return mx.concatenate([self(row, embedding_D, only) for only, row in enumerate(rows)])
         parts = self._parts if only is None else self._single[only]
-        names = self._tier.head_inputs
-        x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D) for name in names]
+        names, heads = self._tier.head_inputs, len(self.owners) if only is None else 1
+        x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D, heads) for name in names]
         x_O1F = mx.concatenate(x_OF, axis=-1)[:, None, :]
         return KINDS[self._tier.head](parts, x_O1F).squeeze(1)
 
-    def _token(self, embedding_D: mx.array | None) -> mx.array:
-        """The input `token`, the same for all owners: [O, D]."""
+    def _token(self, embedding_D: mx.array | None, heads: int) -> mx.array:
+        """The input `token`, the same for all heads: [O, D]."""
         assert embedding_D is not None
         token_D = unit_rms(embedding_D)
-        return mx.broadcast_to(token_D, (len(self.owners), *token_D.shape))
+        return mx.broadcast_to(token_D, (heads, *token_D.shape))
 
     def multi_hot(self, indices_OTK: mx.array) -> mx.array:
         """Experts as rows of K ones: [O, T, E]."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 
 from edge0_runtime.arms import DEFAULT, Parts, arm_class
@@ -31,7 +32,7 @@ from edge0_runtime.gates import Gate, wrap_gate
 from edge0_runtime.heads import Heads
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.model import Fixed, Identity, Model
-from edge0_runtime.network import SlicedMixer, evaluate, load_network, network_nbytes, to_float32
+from edge0_runtime.network import SlicedMixer, evaluate, load_network, network_nbytes, to_float32, widened_nbytes
 from edge0_runtime.plan import check_memory
 from edge0_runtime.step import Running
 
@@ -83,6 +84,7 @@ def load_model(
     allow_mismatch: bool,
     tier_name: str | None,
     float32: bool,
+    context: int | None = None,
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
@@ -110,13 +112,14 @@ def load_model(
     float32 = float32 or needs_float32()
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
-        model = build_model(checkpoint, adapters, identity, store, arm=arm, io_threads=io_threads, float32=float32)
+        model = build_model(
+            checkpoint, adapters, identity, store, arm=arm, context=context, io_threads=io_threads, float32=float32
+        )
         undo.callback(model.close)
         if model.arm.streams:
             model.resize(budget_bytes)
         else:
             model.hold_embedding(True)
-        if float32 and model.never_waits:  # memory isn't scarce
             model.widen()
         evaluate(model.network)
         undo.pop_all()
@@ -132,6 +135,7 @@ def build_model(
     arm: str,
     io_threads: int,
     float32: bool,
+    context: int | None = None,
 ) -> Model:
     """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet."""
     tier = adapters.tier
@@ -142,7 +146,7 @@ def build_model(
         to_float32(network, packed_too=False)
     base_bytes = network_nbytes(network) - _expert_nbytes(tier, modules)
     embedding_bytes = network_nbytes(modules[tier.layout.embedding]) if store.embedding else 0
-    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, mx.float32 if float32 else mx.float16)
+    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, float32)
     streams = arm_class(arm).streams
     if not streams:
         experts = sum(store.num_experts * slot_nbytes(tensors, float32) for tensors in store.tensors.values())
@@ -155,6 +159,7 @@ def build_model(
     if store.embedding:
         embedding = StreamedEmbedding(embedding, store, float32)
         network.update_modules(tree_unflatten([(tier.layout.embedding, embedding)]))
+    widened, cast = widened_nbytes(network) if float32 else (0, 0)
     return Model(
         network=network,
         parts=Parts(tier, gates, heads, embedding),
@@ -163,8 +168,17 @@ def build_model(
         identity=identity,
         context_length=context_length,
         lora_modules=lora_modules,
-        fixed=Fixed(float32, base_bytes - embedding_bytes, embedding_bytes, adapter_bytes, io_threads),
+        fixed=Fixed(
+            float32=float32,
+            resident_bytes=base_bytes - embedding_bytes,
+            embedding_bytes=embedding_bytes,
+            adapter_bytes=adapter_bytes,
+            widened_bytes=widened + (heads.nbytes if heads and heads.packed else 0),
+            cast_bytes=cast,
+            io_threads=io_threads,
+        ),
         arm=arm,
+        context=context,
     )
 
 
@@ -176,16 +190,18 @@ def needs_float32() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def _serve_adapters(network: nn.Module, adapters: Adapters, dtype: mx.Dtype) -> tuple[Heads | None, int, int]:
+def _serve_adapters(network: nn.Module, adapters: Adapters, float32: bool) -> tuple[Heads | None, int, int]:
     """(heads, modules that carry a LoRA now, bytes that both take)."""
     before = network_nbytes(network)
     lora_modules = 0
     if adapters.lora is not None:
+        halves = all(tensor.dtype == np.float16 for tensor in adapters.lora.tensors.values())
+        dtype = mx.float16 if halves or not float32 else mx.float32  # cast beside float32 inputs, with the same bits
         lora_modules = apply_lora(network, adapters.lora.tensors, adapters.lora.tier.lora, dtype)
     adapter_bytes = network_nbytes(network) - before
     if adapters.prerouter is None:
         return None, lora_modules, adapter_bytes
-    heads = Heads(adapters.tier, adapters.prerouter.tensors)
+    heads = Heads(adapters.tier, adapters.prerouter.tensors, packed=float32)
     return heads, lora_modules, adapter_bytes + heads.nbytes
 
 

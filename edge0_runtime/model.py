@@ -17,8 +17,8 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
 from edge0_runtime.heads import Heads
 from edge0_runtime.host.disk import disk_speed
-from edge0_runtime.network import network_nbytes, to_float32
-from edge0_runtime.plan import Plan, make_plan, prefill_chunk
+from edge0_runtime.network import to_float32
+from edge0_runtime.plan import DEFAULT_CONTEXT, Plan, largest_chunk, make_plan
 from edge0_runtime.step import Running
 
 PROBE_BYTES = 64 * 2**20  # read at load to say what the disk gives
@@ -40,14 +40,18 @@ class Fixed:
 
     Attributes:
         float32: the network computes in it. io_threads: threads that read experts.
-        resident_bytes: of the base without its routed experts, as they are in memory. embedding_bytes: of an embedding whose rows
-            may stay on the disk, not counted there. adapter_bytes: heads and LoRA.
+        resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
+        embedding_bytes: of an embedding whose rows may stay on the disk, not counted in the base.
+        widened_bytes: what all that is packed takes more in float32 (`Model.widen`).
+        cast_bytes: of the largest cast for one call.
     """
 
     float32: bool
     resident_bytes: int
     embedding_bytes: int
     adapter_bytes: int
+    widened_bytes: int
+    cast_bytes: int
     io_threads: int
 
 
@@ -56,9 +60,10 @@ class Model:
 
     Attributes:
         network: mlx-lm's, gates and expert calls wrapped. parts: what arms use. running: which step the wrappers serve.
-        identity: of the files. context_length: tokens. lora_modules: how many modules carry a LoRA.
+        identity: of the files. context_length: tokens. context: those of them that
+            plans reserve memory for; None: DEFAULT_CONTEXT. lora_modules: how many modules carry a LoRA.
         store: the experts on disk. memory, plan: those in memory, and why so many; None where all are resident.
-        arm, arm_name: how it is served.
+        arm, arm_name: how it is served. widened: what is packed is in float32, for good.
         dropped: routed experts since construction that weren't there to compute; anything but 0 is a bug.
         predicted_steps: decode steps since construction in which something was routed before its layer's turn.
     """
@@ -75,14 +80,16 @@ class Model:
         lora_modules: int,
         fixed: Fixed,
         arm: str,
+        context: int | None = None,
     ) -> None:
         """Served by the arm of that name. Experts that stream are still to be given memory (`resize`)."""
         self.network, self.parts, self.running = network, parts, running
         self.store, self.identity = store, identity
         self.context_length, self.lora_modules = context_length, lora_modules
-        self.fixed = fixed
+        self.fixed, self.context = fixed, context
         self.memory: ExpertMemory | None = None
         self.plan: Plan | None = None
+        self.widened = False
         self.dropped = self.predicted_steps = 0
         self._arms: dict[str, Arm] = {}  # made once: what one has learnt stays with it
         self._serve_by(arm)
@@ -106,7 +113,7 @@ class Model:
     @property
     def prefill_chunk(self) -> int:
         """Prompt tokens per forward pass."""
-        return prefill_chunk(self.tier) if self.plan is None else self.plan.prefill_chunk
+        return largest_chunk(self.tier) if self.plan is None else self.plan.prefill_chunk
 
     @property
     def never_waits(self) -> bool:
@@ -141,7 +148,9 @@ class Model:
         self.memory = None  # and with it the slots, before new ones are made
         for module in experts:
             module.detach()
-        self.hold_embedding(plan.embedding_bytes > 0)
+        self.hold_embedding(plan.embedding_held)
+        if plan.widened_bytes:
+            self.widen()
         self.memory = ExpertMemory(self.store, self.fixed.io_threads, plan.slots, self.tier.k, self.fixed.float32)
         for module in experts:
             module.attach(self.memory)
@@ -153,9 +162,12 @@ class Model:
             self.tier,
             self.store,
             budget_bytes=budget_bytes,
-            resident_bytes=self.fixed.resident_bytes,
+            resident_bytes=self.fixed.resident_bytes + self.widened * self.fixed.widened_bytes,
             embedding_bytes=self.fixed.embedding_bytes,
             adapter_bytes=self.fixed.adapter_bytes,
+            widened_bytes=0 if self.widened else self.fixed.widened_bytes,
+            cast_bytes=0 if self.widened else self.fixed.cast_bytes,
+            context=min(self.context_length, DEFAULT_CONTEXT if self.context is None else self.context),
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),
             float32=self.fixed.float32,
             memory_bytes=memory_bytes,
@@ -169,11 +181,13 @@ class Model:
         return dataclasses.replace(plan, disk_bytes_per_second=None if speed is None else speed.bytes_per_second)
 
     def widen(self) -> None:
-        """Cast packed scales to float32 once instead of in every call, where memory isn't scarce (`network.to_float32`)."""
-        before = network_nbytes(self.network)
+        """Cast what is packed to float32 once instead of in every call (`network.to_float32`): where memory isn't scarce."""
+        if not self.fixed.float32 or self.widened:
+            return
         to_float32(self.network, packed_too=True)
-        grown = network_nbytes(self.network) - before
-        self.fixed = dataclasses.replace(self.fixed, resident_bytes=self.fixed.resident_bytes + grown)
+        if self.heads is not None:
+            self.heads.widen()
+        self.widened = True
 
     def recover(self) -> None:
         """After a request that the files of the experts failed, go on with these files as they are now.

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from edge0_runtime.activations import SLICE
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
 from edge0_runtime.contract.files import one_line
@@ -21,7 +22,6 @@ from edge0_runtime.contract.links import ABSORBED
 from edge0_runtime.libraries import QuantizedSwitchLinear, load_model
 
 Weights = dict[str, mx.array]
-SLICE = 8  # tokens of a prompt that a recurrence takes at once where each one's state is kept meanwhile
 GROUP_SIZE = 64  # mlx's own, where config.json says nothing
 
 
@@ -82,6 +82,19 @@ def network_nbytes(network: nn.Module) -> int:
     """What the parameters take in memory, read or not."""
     arrays: list[tuple[str, Any]] = tree_flatten(network.parameters())  # type: ignore[assignment]
     return sum(array.nbytes for _, array in arrays)
+
+
+def widened_nbytes(network: nn.Module) -> tuple[int, int]:
+    """(what all parameters take more in float32, what the largest module's cast for one call take where they stay packed)."""
+    grown = [
+        sum(
+            value.size * 4 - value.nbytes
+            for value in module.values()
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
+        )
+        for module in network.modules()
+    ]
+    return sum(grown), 2 * max(grown)
 
 
 def evaluate(network: nn.Module) -> None:

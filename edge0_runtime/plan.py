@@ -1,7 +1,7 @@
 """What a memory budget buys: how many experts fit, and what a token will then cost the disk.
 
-The budget is for everything that MLX's allocator holds: resident weights, adapters, a prompt chunk's activations, and
-the slots that experts are read into.
+The budget is for everything that MLX's allocator holds: resident weights, adapters, keys and values of a context, a
+prompt chunk's activations, and the slots that experts are read into.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from edge0_runtime.activations import KV_STEP, context_bytes, pass_bytes, token_bytes
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.machine import memory_limit_bytes
 from edge0_runtime.contract.tier import Tier
@@ -17,10 +18,12 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.units import figures, size
 
 GIB = 2**30
-FLOAT_BYTES = 4
 # Share of a layer's experts that the next token needs again, for the estimate (docs/method.md 3.2).
 REPEATED = 0.25
-PREFILL_CHUNK = 512
+# Prompt tokens per forward pass: the most whose activations take no more than this share of what experts could have.
+PREFILL_CHUNKS = (512, 256, 128, 64, 32)
+PASS_SHARE = 0.25
+DEFAULT_CONTEXT = 4096  # tokens of prompt and answer that keys and values are reserved for
 # mlx's sorted gather gave wrong rows above this many (mlx issue 3856).
 MAX_GATHERED_ROWS = 32768
 
@@ -32,8 +35,11 @@ class Plan:
     Attributes:
         budget_bytes: what was asked for, or the default.
         resident_bytes: of the base without its routed experts, as they are in memory. adapter_bytes: heads and LoRA.
-        embedding_bytes: of a token embedding that is held too; 0 where its rows are read as tokens need them, and where it is
-            part of the base for good.
+        embedding_bytes: of a token embedding whose rows may be read as tokens need them; 0 where it is part of the base for good.
+        embedding_held: it is in memory all the same.
+        widened_bytes: what packed weights take more since they are held in float32.
+        context: tokens that keys and values are reserved for. context_bytes: of them, and of recurrent states. token_bytes: of
+            one more token's.
         prefill_chunk: prompt tokens per forward pass. workspace_bytes: activations of such a chunk.
         expert_nbytes: of the largest expert on disk. slot_nbytes: of its slot in memory.
         slots: how many experts are held. experts: how many there are.
@@ -45,7 +51,12 @@ class Plan:
     budget_bytes: int
     resident_bytes: int
     embedding_bytes: int
+    embedding_held: bool
     adapter_bytes: int
+    widened_bytes: int
+    context: int
+    context_bytes: int
+    token_bytes: int
     prefill_chunk: int
     workspace_bytes: int
     expert_nbytes: int
@@ -57,9 +68,14 @@ class Plan:
     disk_bytes_per_second: float | None = None
 
     @property
+    def base_bytes(self) -> int:
+        """Of the base in memory, without experts."""
+        return self.resident_bytes + self.widened_bytes + self.embedding_held * self.embedding_bytes
+
+    @property
     def fixed_bytes(self) -> int:
         """What is needed before the first expert."""
-        return self.resident_bytes + self.adapter_bytes + self.workspace_bytes
+        return self.base_bytes + self.adapter_bytes + self.context_bytes + self.workspace_bytes
 
     @property
     def full(self) -> bool:
@@ -82,15 +98,20 @@ class Plan:
     def text(self) -> str:
         """For the user, before anything large is read."""
         lines = [
-            f"memory budget {size(self.budget_bytes)}: base {size(self.resident_bytes)},"
-            f" adapters {size(self.adapter_bytes)}, activations {size(self.workspace_bytes)},"
+            f"memory budget {size(self.budget_bytes)}: base {size(self.base_bytes)}, adapters {size(self.adapter_bytes)}, context"
+            f" {size(self.context_bytes)}, activations {size(self.workspace_bytes)} (prompts by {self.prefill_chunk} tokens),"
             f" experts {size(self.slots * self.slot_nbytes)}",
+            f"the context holds {self.context} tokens; 1,000 more take {size(1000 * self.token_bytes)}, or"
+            f" {figures(1000 * self.token_bytes / self.slot_nbytes)} experts",
             f"{self.slots} of {self.experts} experts fit ({size(self.expert_nbytes)} each);"
             f" a token needs {self.step_experts}, {self.predicted_experts} of them known a token ahead",
         ]
         if self.full:
             return "\n".join([*lines, "all experts are read now, none while generating"])
-        lines.append(f"expected reads {size(self.bytes_per_token)} a token")
+        rows = (
+            f"; rows of the embedding ({size(self.embedding_bytes)}) stay on the disk" if self.embedding_bytes else ""
+        )
+        lines.append(f"expected reads {size(self.bytes_per_token)} a token{rows}")
         if self.disk_bytes_per_second is not None:
             lines.append(
                 f"disk {size(self.disk_bytes_per_second)}/s at this read size: at least"
@@ -110,9 +131,12 @@ def make_plan(
     budget_bytes: int | None,
     resident_bytes: int,
     adapter_bytes: int,
-    embedding_bytes: int = 0,
     predicted_layers: int,
     float32: bool,
+    embedding_bytes: int = 0,
+    widened_bytes: int = 0,
+    cast_bytes: int = 0,
+    context: int = DEFAULT_CONTEXT,
     memory_bytes: int | None = None,
 ) -> Plan:
     """How many experts a budget holds.
@@ -122,42 +146,62 @@ def make_plan(
         resident_bytes, adapter_bytes: as they will be in memory.
         predicted_layers: layers whose routing is known a token ahead.
         float32: the network computes in it, and slots hold scales and biases in it.
+        embedding_bytes: of an embedding whose rows may stay on the disk; it is held where all experts are.
+        widened_bytes: what packed weights take more in float32; they get it where all experts are held and it is there.
+        cast_bytes: of the largest weights that are cast for one call where they stay packed.
+        context: tokens that keys and values are reserved for.
         memory_bytes: of the machine that it is for; None: this one's.
 
     Raises Edge0Error if not even one expert fits.
     """
     memory_bytes = memory_limit_bytes() if memory_bytes is None else memory_bytes
     layers = len(store.tensors)
-    expert_nbytes = max(store.expert_nbytes(layer) for layer in store.tensors)
     one_slot = max(slot_nbytes(tensors, float32) for tensors in store.tensors.values())
     experts = store.num_experts * layers
-    chunk = prefill_chunk(tier)
-    workspace = workspace_bytes(tier, chunk)
-    fixed = resident_bytes + adapter_bytes + workspace
+    kept = context_bytes(tier, context, float32=float32)
+    known = resident_bytes + adapter_bytes + kept
+    chunks = [chunk for chunk in PREFILL_CHUNKS if chunk <= largest_chunk(tier)]
+    passes = {chunk: pass_bytes(tier, chunk, context, cast_bytes) for chunk in chunks}
+    least = known + passes[chunks[-1]] + one_slot
+    everything = known + embedding_bytes + experts * one_slot
     if budget_bytes is None:
-        budget_bytes = min(fixed + experts * one_slot, max(memory_bytes // 4, fixed + one_slot))
-    slots = min(experts, (budget_bytes - fixed) // one_slot)
-    if slots < 1:
+        budget_bytes = min(everything + widened_bytes + passes[chunks[0]], max(memory_bytes // 4, least))
+    if budget_bytes < least:
         raise Edge0Error(
-            f"memory_budget: {budget_bytes / GIB:.6g} GiB hold no expert: base, adapters and activations take"
-            f" {fixed / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB;"
-            f" give at least {(fixed + one_slot) / GIB:.6g}"
+            f"memory_budget: {budget_bytes / GIB:.6g} GiB hold no expert: base, adapters, activations and a context of"
+            f" {context} tokens take {(least - one_slot) / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB;"
+            f" give at least {least / GIB:.6g}" + (", or a smaller context" if context > KV_STEP else "")
         )
-    check_memory("memory_budget", fixed + slots * one_slot, "give less", memory_bytes)
-    return Plan(
+    held = [(more, chunk) for more in (widened_bytes, 0) for chunk in chunks]
+    held = [(more, chunk) for more, chunk in held if everything + more + passes[chunk] <= budget_bytes]
+    if held:
+        (widened, chunk), slots = held[0], experts
+    else:
+        # A step that is built before its token is known needs the whole embedding, so without it never all experts are held.
+        most, room = experts - bool(embedding_bytes), budget_bytes - known
+        chunk = next((chunk for chunk in chunks if passes[chunk] <= room * PASS_SHARE), chunks[-1])
+        widened, slots = 0, min(most, (room - passes[chunk]) // one_slot)
+    plan = Plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
-        embedding_bytes=0,
+        embedding_bytes=embedding_bytes,
+        embedding_held=bool(held),
         adapter_bytes=adapter_bytes,
+        widened_bytes=widened,
+        context=context,
+        context_bytes=kept,
+        token_bytes=token_bytes(tier, float32=float32),
         prefill_chunk=chunk,
-        workspace_bytes=workspace,
-        expert_nbytes=expert_nbytes,
+        workspace_bytes=passes[chunk],
+        expert_nbytes=max(store.expert_nbytes(layer) for layer in store.tensors),
         slot_nbytes=one_slot,
         slots=slots,
         experts=experts,
         step_experts=layers * tier.k,
         predicted_experts=predicted_layers * tier.k,
     )
+    check_memory("memory_budget", plan.fixed_bytes + slots * one_slot, "give less", memory_bytes)
+    return plan
 
 
 def check_memory(field: str, needed_bytes: int, fix: str, memory_bytes: int | None = None) -> None:
@@ -169,16 +213,6 @@ def check_memory(field: str, needed_bytes: int, fix: str, memory_bytes: int | No
         )
 
 
-def prefill_chunk(tier: Tier) -> int:
-    """Prompt tokens per forward pass."""
-    return min(PREFILL_CHUNK, MAX_GATHERED_ROWS // tier.k)
-
-
-def workspace_bytes(tier: Tier, tokens: int) -> int:
-    """What the activations of a chunk of `tokens` take at their peak, from the shapes of its largest arrays.
-
-    Rows gathered for the experts dominate: their input sorted, the expert's two inner arrays and their product,
-    its output and the weighted output.
-    """
-    hidden, inner = tier.hidden_size, tier.expert_width
-    return FLOAT_BYTES * tokens * (tier.k * (3 * hidden + 3 * inner) + 16 * hidden)
+def largest_chunk(tier: Tier) -> int:
+    """The most prompt tokens in a forward pass."""
+    return next(chunk for chunk in PREFILL_CHUNKS if chunk * tier.k <= MAX_GATHERED_ROWS)

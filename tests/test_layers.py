@@ -18,7 +18,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("contract",),
         ("libraries", "units"),
         ("experts", "inspection"),  # bytes: they know neither routing nor step
-        ("host", "routing", "sampling", "text"),
+        ("host", "routing", "sampling", "text", "activations"),
         ("step", "heads", "lora", "network", "embedding", "plan"),
         ("gates",),
         ("arms",),

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="that it is served with; default: a quarter of the machine's",
     )
+    parser.add_argument("--context", type=int, metavar="N", help="tokens that memory is reserved for (default 4096)")
     parser.add_argument("--disk-mib-s", type=_positive, metavar="N", help="speed of the disk; default: measured here")
     parser.add_argument(
         "--probe-dir", type=Path, default=Path(), metavar="DIR",
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         sticky=args.sticky,
         memory_bytes=None if args.memory is None else int(args.memory * GIB),
         budget_bytes=None if args.memory_budget is None else int(args.memory_budget * GIB),
+        context=args.context,
         disk_bytes_per_second=None if args.disk_mib_s is None else args.disk_mib_s * MIB,
         probe_dir=args.probe_dir,
         read_bytes=int(args.read_mib * MIB),

@@ -29,7 +29,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--memory-budget",
         type=float,
         metavar="GIB",
-        help="for weights, adapters, activations and experts; default: a quarter of the machine's",
+        help="for weights, adapters, context, activations and experts; default: a quarter of the machine's",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that the budget reserves memory for (default 4096, or the model's)",
     )
     parser.add_argument(
         "--arm", choices=ARMS, help="how experts are routed and read, to be measured against each other"
@@ -54,6 +60,7 @@ def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
         lora=args.lora,
         arm=args.arm,
         memory_budget=args.memory_budget,
+        context=args.context,
         io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
         tier_name=args.tier,

@@ -28,10 +28,10 @@ class Kept:
     """How many numbers a layer keeps of a sequence, as mlx-lm's caches hold them.
 
     Attributes:
-        token: for each token of context, in the dtype of the computing. inputs: a convolution's last inputs, likewise.
-        state: of a recurrence, in float32.
-        scores: not kept, but made for each pair of a prompt chunk's and the context's tokens. unfolded: likewise for each token of
-            the context, where keys and values are made of latents.
+        token: for each token of context, in the dtype of the computing.
+        inputs: a convolution's last inputs, likewise. state: of a recurrence, in float32.
+        scores: not kept, but made for each pair of a prompt chunk's and the context's tokens.
+        unfolded: likewise for each token of the context, where keys and values are made of latents.
     """
 
     token: int = 0

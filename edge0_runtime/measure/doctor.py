@@ -21,7 +21,6 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
-from edge0_runtime.activations import token_bytes
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.machine import cpu_count, memory_limit_bytes
 from edge0_runtime.contract.tier import Sticky
@@ -51,6 +50,7 @@ def doctor(
     sticky: Sticky | None = None,
     memory_bytes: int | None = None,
     budget_bytes: int | None = None,
+    context: int | None = None,
     disk_bytes_per_second: float | None = None,
     probe_dir: Path = Path(),
     read_bytes: int = 256 * 2**20,
@@ -61,11 +61,12 @@ def doctor(
         what, tier_name, k, sticky: as `open_subject` takes them.
         memory_bytes: of the machine that is asked about; None: this one's.
         budget_bytes: the memory budget that is asked about; None: the planner's default, and others.
+        context: tokens of prompt and answer that memory is reserved for; None: the engine's default.
         disk_bytes_per_second: of its disk; None: measured here, on the model's own files where they are.
         probe_dir: where a file of `read_bytes` is written and read for that, if the model isn't here.
         read_bytes: at most, at every depth.
     """
-    with open_subject(what, tier_name, k, sticky) as subject, contextlib.closing(subject.model()) as model:
+    with open_subject(what, tier_name, k, sticky) as subject, contextlib.closing(subject.model(context)) as model:
         disk = [] if disk_bytes_per_second is not None else _disk(subject, model.store, probe_dir, read_bytes)
         if disk:
             disk_bytes_per_second = next(at["bytes_per_second"] for at in disk if at["threads"] == IO_THREADS)
@@ -79,7 +80,6 @@ def doctor(
             "disk_bytes_per_second": disk_bytes_per_second,
             "step_compute_seconds": seconds,
             "smallest_budget_bytes": smallest,
-            "context_bytes_per_token": token_bytes(subject.tier, float32=model.fixed.float32),
         }  # fmt: skip
         if smallest > memory:
             return data | {"budget": None, "budgets": [], "advice": []}

@@ -27,7 +27,9 @@ def doctor_text(data: Mapping[str, Any]) -> str:
     ]
     if data["budget"] is None:
         return "\n".join([*lines, "it won't run: there is less memory than that"])
-    return "\n".join([*lines, "", *_budgets(data), "", *_locality(data), _context(data), *_advice(data["advice"])])
+    return "\n".join(
+        [*lines, "", *_budgets(data), "", *_locality(data), _context(data["budget"]), *_advice(data["advice"])]
+    )
 
 
 def _where(data: Mapping[str, Any]) -> str:
@@ -77,13 +79,11 @@ def _locality(data: Mapping[str, Any]) -> Iterator[str]:
     yield "tokens/s: reading and computing one after the other, to only the longer of both"
 
 
-def _context(data: Mapping[str, Any]) -> str:
+def _context(budget: Mapping[str, Any]) -> str:
     """What a conversation's length costs of the budget that was asked about."""
-    each, budget = data["context_bytes_per_token"], data["budget"]
-    experts = figures(1000 * each / budget["slot_bytes"])
     return (
-        f"context: 1,000 tokens take {size(1000 * each)}, the room of {experts} experts;"
-        f" {budget['spare_bytes'] // each:,} tokens take all but one token's experts"
+        f"context: {budget['context']:,} tokens are reserved; each 1,000 more take the room of"
+        f" {figures(budget['experts_per_1000_tokens'])} experts, and {budget['most_context']:,} leave one token's"
     )
 
 

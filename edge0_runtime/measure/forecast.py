@@ -76,13 +76,20 @@ class Forecast:
         """What decides the best of the band."""
         return "disk" if self.disk_seconds is not None and self.disk_seconds.best > self.step_seconds else "computing"
 
+    @property
+    def most_context(self) -> int:
+        """Tokens whose keys and values fit if no more than one token's experts are held beside them."""
+        spare = max(0, self.plan.slots - self.plan.step_experts) * self.plan.slot_nbytes
+        return self.plan.context + spare // self.plan.token_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return {
             "budget_bytes": self.plan.budget_bytes,
             "experts_held": self.plan.slots,
-            "slot_bytes": self.plan.slot_nbytes,
-            "spare_bytes": max(0, self.plan.slots - self.plan.step_experts) * self.plan.slot_nbytes,
+            "context": self.plan.context,
+            "most_context": self.most_context,
+            "experts_per_1000_tokens": 1000 * self.plan.token_bytes / self.plan.slot_nbytes,
             "hit_share": list(self.hits),
             "loads_per_token": list(self.loads),
             "bytes_per_token": list(self.nbytes),

@@ -35,7 +35,7 @@ class Subject:
     checkpoint: Checkpoint
     tier: Tier
 
-    def model(self) -> Model:
+    def model(self, context: int | None = None) -> Model:
         """With heads and LoRA of the tier, whether they are there yet or not; nothing of the base is read. To be closed."""
         tier = self.tier
         prerouter, lora = (
@@ -46,7 +46,7 @@ class Subject:
         try:
             return build_model(
                 self.checkpoint, Adapters(tier, prerouter, lora), Identity("", None, None), store,
-                arm=DEFAULT, io_threads=IO_THREADS, float32=needs_float32(),
+                arm=DEFAULT, io_threads=IO_THREADS, float32=needs_float32(), context=context,
             )  # fmt: skip
         except BaseException:
             store.close()

@@ -26,6 +26,7 @@ from edge0_runtime.step import Step
 from edge0_train.base import load_base, quantize_checkpoint
 from edge0_train.student import PrerouterHeads, StudentPath
 from edge0_train.student.router import select
+from tests.budgets import budget_for
 from tests.random_adapters import random_heads, write_adapters
 from tests.tiny_models import TEACHER
 from tests.twins import TWINS
@@ -148,9 +149,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def hold(engine: Engine, slots: int) -> None:
     """Stream through that many slots."""
-    plan = engine.model.plan
-    assert plan is not None
-    engine.set_memory_budget((plan.fixed_bytes + (slots + 0.5) * plan.slot_nbytes) / 2**30)
+    engine.set_memory_budget(budget_for(engine.model, slots, widened=engine.model.widened) / 2**30)
 
 
 @pytest.mark.parametrize("slots", [3, None])

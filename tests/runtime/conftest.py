@@ -25,6 +25,7 @@ from edge0_runtime.contract.tier import Tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.loading import find_adapters
+from tests.budgets import budget_for
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +76,13 @@ TIER = Tier.from_dict(
 )  # fmt: skip
 
 
-def write_base(directory: Path) -> None:
-    """The int4 base and its tokenizer."""
+def write_base(directory: Path, *, tied: bool = True) -> None:
+    """The int4 base and its tokenizer; `tied`: its output layer is the embedding."""
     text = ARCHITECTURE | {
         "model_type": "qwen3_5_moe_text",
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     }
     config = {
@@ -155,14 +156,14 @@ def plain_model() -> Callable[[Path, int], Any]:
 @pytest.fixture(scope="session")
 def budget() -> Callable[..., float]:
     """budget(directory, slots, **flags of Engine.load) -> GiB in which exactly that many experts fit."""
-    known: dict[str, Any] = {}
+    known: dict[str, float] = {}
 
     def gib(directory: Path, slots: int, **flags: bool | str) -> float:
-        key = repr((directory, sorted(flags.items())))
+        key = repr((directory, slots, sorted(flags.items())))
         if key not in known:
             with Engine.load(directory, **flags) as engine:
-                known[key] = engine.model.plan
-        return (known[key].fixed_bytes + (slots + 0.5) * known[key].slot_nbytes) / 2**30
+                known[key] = budget_for(engine.model, slots) / 2**30
+        return known[key]
 
     return gib
 

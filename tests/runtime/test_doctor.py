@@ -95,8 +95,9 @@ def test_another_router_and_k_can_be_asked_about() -> None:
 
 def a_plan(slots: int) -> Plan:
     return Plan(
-        budget_bytes=10, resident_bytes=1, embedding_bytes=0, adapter_bytes=1, prefill_chunk=1, workspace_bytes=1,
-        expert_nbytes=100, slot_nbytes=120, slots=slots, experts=40, step_experts=8, predicted_experts=4,
+        budget_bytes=10, resident_bytes=1, embedding_bytes=0, embedding_held=False, adapter_bytes=1, widened_bytes=0,
+        context=50, context_bytes=1, token_bytes=3, prefill_chunk=1, workspace_bytes=1, expert_nbytes=100,
+        slot_nbytes=120, slots=slots, experts=40, step_experts=8, predicted_experts=4,
     )  # fmt: skip
 
 
@@ -104,6 +105,7 @@ def test_a_token_takes_between_the_longer_of_reading_and_computing_and_their_sum
     row = Forecast(a_plan(20), 0.1, 1000.0, Band(0.25, 0.5))
     assert row.loads == (6.0, 4.0) and row.nbytes == (600.0, 400.0) and row.disk_seconds == (0.6, 0.4)
     assert row.tokens_per_second == pytest.approx((1 / 0.7, 1 / 0.4)) and row.bound == "disk"
+    assert row.most_context == 50 + 12 * 120 // 3
     row = Forecast(a_plan(20), 0.5, 1000.0, Band(0.25, 0.5))
     assert row.tokens_per_second == pytest.approx((1 / 1.1, 1 / 0.5)) and row.bound == "computing"
     assert Forecast(a_plan(20), 0.5, None, Band(0.25, 0.5)).tokens_per_second is None
@@ -144,6 +146,12 @@ def test_what_is_wrong_is_a_sentence(arguments: list[str], sentence: str, capsys
     assert main(["doctor", *arguments]) == 2
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error
+
+
+def test_a_longer_context_leaves_room_for_fewer_experts() -> None:
+    asked: dict[str, Any] = {"memory_bytes": 2**26, "disk_bytes_per_second": 1e7, "budget_bytes": 7_800_000}
+    short, long = (doctor("nano", context=tokens, **asked)["budget"] for tokens in (256, 512))
+    assert short["context"] == 256 and short["experts_held"] > long["experts_held"]
 
 
 def test_a_base_of_no_known_tier_asks_for_one(base_dir: Path) -> None:

@@ -36,7 +36,7 @@ from edge0_runtime.host.memory import (
 from edge0_runtime.loading import find_adapters
 from edge0_runtime.measure.ab import compare, ratios, table
 from edge0_runtime.measure.bench import run
-from edge0_runtime.plan import MAX_GATHERED_ROWS, make_plan, prefill_chunk
+from edge0_runtime.plan import MAX_GATHERED_ROWS, largest_chunk, make_plan
 from tests.mlx_memory import mlx_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")
@@ -97,7 +97,7 @@ def test_garbage_from_before_is_no_memory_given_back() -> None:
 
 def test_no_pass_gathers_more_rows_than_mlx_computes_right(tiny_dir: Path) -> None:
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    assert prefill_chunk(tier) * tier.k <= MAX_GATHERED_ROWS
+    assert largest_chunk(tier) * tier.k <= MAX_GATHERED_ROWS
 
 
 def test_packed_weights_stay_packed_unless_all_experts_fit(tiny_dir: Path, budget: Callable[..., float]) -> None:
