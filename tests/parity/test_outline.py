@@ -34,6 +34,6 @@ def test_a_tiers_base_has_the_names_shapes_and_dtypes_that_quantising_writes(nam
 
 
 def test_what_doctor_advises_to_train_can_be_composed() -> None:
-    config = configure("phase=all", "tier=35b", "tier.router.sticky.bias=2", "tier.router.sticky.window=2")
+    config = configure("phase=student_sft", "tier=35b", "tier.router.sticky.bias=2", "tier.router.sticky.window=2")
     assert (config.tier.router.sticky.bias, config.tier.router.sticky.window) == (2.0, 2)
-    assert configure("phase=all", "tier=35b", "tier.k=2").tier.k == 2
+    assert configure("phase=student_sft", "tier=35b", "tier.k=2").tier.k == 2
