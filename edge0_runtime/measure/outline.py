@@ -8,6 +8,7 @@ The planner and the loader then say of a model that isn't there what they would 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -66,7 +67,7 @@ def outline_of_tier(tier: Tier) -> Outline:
     layout = tier.layout
     config = layout.mlx_config(_filled(layout.hf_model_type, tier.config_fields()), _filled)
     library: Any = importlib.import_module(f"mlx_lm.models.{layout.name}")
-    network = library.Model(library.ModelArgs.from_dict(config))
+    network = library.Model(library.ModelArgs.from_dict(copy.deepcopy(config)))  # it writes into what it is given
     shapes = {name: array.shape for name, array in _arrays(network.parameters())}
     tensors: dict[str, Kind] = {}
     overrides = {}
