@@ -6,7 +6,6 @@ import datetime
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from accelerate import PartialState
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, read_adapter, write_adapter
 from edge0_runtime.contract.binding import tier_differences
 from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
+from edge0_runtime.contract.code_version import code_commit, tool_version
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import sha256_file
 from edge0_runtime.contract.provenance import DataSource, PhaseRecord, Provenance, Teacher
 from edge0_train.config import PHASES, Config
-from edge0_train.environment import code_commit
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,3 @@ def hash_files(paths: Sequence[Path]) -> str:
     for path in paths:
         digest.update(f"{path.name}:{sha256_file(path)}\n".encode())
     return digest.hexdigest()
-
-
-def tool_version() -> str:
-    """The installed edge0's version, for provenance; 0+unknown in a checkout that is not installed."""
-    try:
-        return version("edge0")
-    except PackageNotFoundError:
-        return "0+unknown"

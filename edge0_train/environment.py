@@ -6,10 +6,10 @@ import importlib.metadata
 import os
 import platform
 import resource
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
+
+from edge0_runtime.contract.code_version import code_commit, git
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "hydra-core", "wandb")
 
@@ -28,16 +28,8 @@ def environment() -> dict[str, Any]:
         "packages": {name: package_version(name) for name in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "commit": code_commit(),
-        "diff": _git("diff", "HEAD"),
+        "diff": git("diff", "HEAD"),
     }
-
-
-def code_commit() -> str:
-    """Commit of the checkout that this code runs from, `-dirty` when it has changes; `unknown` outside a checkout."""
-    commit = _git("rev-parse", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def package_version(package: str) -> str:
@@ -46,12 +38,3 @@ def package_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def _git(*arguments: str) -> str:
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from edge0_runtime.contract.machine import memory_limit_bytes
+from edge0_runtime.contract.machine import cpu_count, memory_limit_bytes
 from edge0_train.config import Config
 
 SHARE = 0.92
@@ -68,7 +68,7 @@ def device_name(device: str) -> str:
     """A device for people: the GPU's name, or the number of cores."""
     if has_gpu(device):
         return str(torch.cuda.get_device_name(device))
-    return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    return f"CPU, {cpu_count()} cores"
 
 
 def disk_free(path: str | Path) -> int:

@@ -25,17 +25,16 @@ from transformers import PreTrainedConfig
 
 from edge0_runtime.contract.artifacts import write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.code_version import code_commit, tool_version
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import Names
 from edge0_runtime.contract.heads import HEAD_KINDS
 from edge0_runtime.contract.provenance import Provenance
 from edge0_runtime.contract.tier import Router, Tier, head_key
-from edge0_train.adapters import tool_version
 from edge0_train.base.layout import Target, checkpoint_layout, quantization_block
 from edge0_train.base.names import mlx_config, own_fields, tier_config
 from edge0_train.base.quantize_model import COPIED
 from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
-from edge0_train.environment import code_commit
 from edge0_train.student.router import multi_hot, select
 from edge0_train.student.sticky import Choices, choose, never
 

@@ -33,15 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --arms: leave it, or drop the experts' files before each run or each token",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON line per prompt")
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="at the end one block to paste into a report: machine, disk, settings, medians",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Print each prompt's figures as they come, or the table of arms at the end; with --json one line a run on stdout.
 
+    With --share that block alone.
+
     An arm that holds all experts gets a second engine, without heads.
     """
     from edge0_runtime.measure.ab import compare, table
     from edge0_runtime.measure.bench import bench, row_text
+    from edge0_runtime.measure.share import share_block
     from edge0_runtime.text import chat_ids
 
     with contextlib.ExitStack() as engines:
@@ -65,10 +73,13 @@ def run(args: argparse.Namespace) -> None:
             rows.append(row)
             if args.json:
                 print(json.dumps(row), flush=True)
-            elif args.arms is None:
+            elif args.arms is None and not args.share:
                 print(row_text(row), end="\n\n", flush=True)
-    if args.arms is not None:
-        print(table(rows, args.arms[-1]), file=sys.stderr if args.json else sys.stdout)
+        out = sys.stderr if args.json else sys.stdout
+        if args.share:
+            print(share_block(engine, rows), file=out)
+        elif args.arms is not None:
+            print(table(rows, args.arms[-1]), file=out)
 
 
 def _arms(text: str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 from pathlib import Path
 
 
@@ -21,3 +23,17 @@ def memory_limit_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path
             if folder == base:
                 break
     return min(limits)
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor as its maker calls it; its architecture where the system doesn't say."""
+    if platform.system() == "Darwin":
+        done = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return done.stdout.strip() or platform.machine()
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def cpu_count() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

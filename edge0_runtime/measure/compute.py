@@ -6,6 +6,7 @@ same, so after the first step nothing is read. What a layer more costs is the di
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import statistics
@@ -18,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from edge0_runtime.contract.artifacts import write_adapter
+from edge0_runtime.contract.artifacts import Kind, write_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.provenance import Provenance
 from edge0_runtime.contract.tier import Tier
@@ -29,36 +30,40 @@ from edge0_runtime.model import Model
 from edge0_runtime.request import decode, prefill
 from edge0_runtime.sequence import Sequence
 
-STEPS = 8  # measured, of each depth
+LEAST_STEPS, MOST_STEPS = 8, 64  # measured, of each depth
+SECONDS = 2.0  # enough of them
 WARM = 3  # steps before
 MOST_EXPERTS = 16  # of a layer; enough for any K to be chosen of
 
 
 def step_seconds(checkpoint: Checkpoint, tier: Tier) -> float:
     """Median seconds of a decode step of the whole model with everything that it needs in memory."""
-    low, high = _depths(tier)
-    with tempfile.TemporaryDirectory() as folder:
-        models = [_load(Path(folder) / str(layers), checkpoint, tier, layers) for layers in (low, high)]
-        try:
-            times = [_steps(model) for model in models]
-            pairs = [
-                (next(times[0]), next(times[1])) for _ in range(STEPS)
-            ]  # taking turns, so that both see the same machine
-        finally:
-            for model in models:
-                model.close()
-    shallow, deep = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return shallow + max(0.0, deep - shallow) * (tier.num_layers - low) / (high - low)
+    depths = _depths(tier)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as models:
+        timed = [
+            _steps(
+                models.enter_context(contextlib.closing(_load(Path(folder) / str(layers), checkpoint, tier, layers)))
+            )
+            for layers in depths
+        ]
+        rounds: list[list[float]] = []
+        while len(rounds) < LEAST_STEPS or (len(rounds) < MOST_STEPS and sum(map(sum, rounds)) < SECONDS):
+            rounds.append([next(steps) for steps in timed])  # taking turns, so that all see the same machine
+    shallow, *deep = (float(statistics.median(times)) for times in zip(*rounds, strict=True))
+    if not deep:
+        return shallow
+    low, high = depths
+    return shallow + max(0.0, deep[0] - shallow) * (tier.num_layers - low) / (high - low)
 
 
-def _depths(tier: Tier) -> tuple[int, int]:
-    """Two numbers of layers that hold each kind in the model's own proportion: a period's, dense ones at the start included."""
+def _depths(tier: Tier) -> tuple[int, ...]:
+    """Two numbers of layers, a period of mixers apart, each with the model's first layers; one if it has no more than those."""
     layout, arch = tier.layout, tier.architecture
-    kinds = [layout.is_recurrent(arch, n) for n in range(tier.num_layers)]
-    period = kinds.index(False) + 1 if True in kinds else 1
+    recurrent = [layout.is_recurrent(arch, n) for n in range(tier.num_layers)]
+    period = recurrent.index(False) + 1
     first = layout.moe_layers(arch)[0] + 2  # one MoE layer on its own gate, one predicted
-    low = min(period * math.ceil(first / period), tier.num_layers)
-    return low, low + period
+    low = period * math.ceil(first / period)
+    return (low, low + period) if low + period <= tier.num_layers else (tier.num_layers,)
 
 
 def _load(directory: Path, checkpoint: Checkpoint, tier: Tier, layers: int) -> Model:
@@ -89,7 +94,7 @@ def _load(directory: Path, checkpoint: Checkpoint, tier: Tier, layers: int) -> M
 def _write_adapters(checkpoint: Checkpoint, tier: Tier) -> None:
     base = checkpoint.identity()
 
-    def write(kind: str, shapes: dict[str, tuple[int, int]], prerouter_sha256: str | None) -> str:
+    def write(kind: Kind, shapes: dict[str, tuple[int, int]], prerouter_sha256: str | None) -> str:
         made = Provenance(
             tool_version="doctor", commit="none", phases=(), base_fingerprint=base.fingerprint, tokenizer_hash="0" * 64,
             template_hash=None, teacher=None, data=None, prerouter_sha256=prerouter_sha256,
@@ -106,7 +111,7 @@ def _steps(model: Model) -> Iterator[float]:
     sequence, cancel = Sequence(model), threading.Event()
     logits_V = prefill(sequence, [0, 0], 1, cancel)
     assert logits_V is not None
-    tokens = decode(sequence, logits_V, WARM + STEPS + 1, mx.argmax, frozenset(), cancel, ahead=False, trace=False)
+    tokens = decode(sequence, logits_V, WARM + MOST_STEPS + 1, mx.argmax, frozenset(), cancel, ahead=False, trace=False)
     for _ in range(WARM):
         next(tokens)
     while True:

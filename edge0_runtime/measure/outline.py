@@ -8,6 +8,7 @@ The planner and the loader then say of a model that isn't there what they would 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -39,11 +40,6 @@ class Outline:
     config: dict[str, Any]
     tensors: dict[str, Kind]
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in self.tensors.values())
-
 
 def write_outline(directory: Path, outline: Outline) -> None:
     """Write config.json and one `model.safetensors` of holes into an existing directory."""
@@ -67,11 +63,11 @@ def write_holes(path: Path, beginning: bytes, nbytes: int) -> None:
 
 
 def outline_of_tier(tier: Tier) -> Outline:
-    """The int4 base that `phase=quantize` writes for the tier, under the published names; shapes are those of mlx-lm's network."""
+    """The int4 base that `phase=quantize` writes for the tier, under the published names; mlx-lm's network gives shapes."""
     layout = tier.layout
     config = layout.mlx_config(_filled(layout.hf_model_type, tier.config_fields()), _filled)
     library: Any = importlib.import_module(f"mlx_lm.models.{layout.name}")
-    network = library.Model(library.ModelArgs.from_dict(config))
+    network = library.Model(library.ModelArgs.from_dict(copy.deepcopy(config)))  # it writes into what it is given
     shapes = {name: array.shape for name, array in _arrays(network.parameters())}
     tensors: dict[str, Kind] = {}
     overrides = {}

@@ -37,7 +37,6 @@ from edge0_runtime.host.memory import (
 from edge0_runtime.loading import find_adapters
 from edge0_runtime.measure.ab import compare, ratios, table
 from edge0_runtime.measure.bench import run
-from edge0_runtime.measure.doctor import doctor, doctor_text
 from edge0_runtime.plan import MAX_GATHERED_ROWS, largest_chunk, make_plan
 from tests.mlx_memory import mlx_bytes
 
@@ -156,16 +155,6 @@ def test_process_numbers(tmp_path: Path) -> None:
     reset_peak_rss()
     memory = bytearray(50_000_000)
     assert peak_rss_bytes() >= rss_bytes() >= len(memory)
-
-
-def test_doctor_reads_nothing_but_experts(tiny_dir: Path) -> None:
-    data = doctor(tiny_dir, None, 100_000)
-    assert json.loads(json.dumps(data)) == data
-    assert (data["tier"], data["experts"], data["expert_bytes"], data["step_bytes"]) == ("tiny", 32, 13_824, 8 * 13_824)
-    assert len(data["expert_ranges"]) == 9 and data["versions"]["mlx"]
-    assert [speed["threads"] for speed in data["disk"]] in ([1, 2, 4, 8], [])
-    assert "32 experts of 13.5 KiB in 9 ranges" in doctor_text(data)
-    assert "not measured" in doctor_text(data | {"disk": []})
 
 
 # -- arms against each other -------------------------------------------------------------------------------

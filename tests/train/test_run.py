@@ -19,10 +19,10 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from edge0_runtime.contract.code_version import code_commit
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from edge0_train.config import Config, configure, read_config
-from edge0_train.environment import code_commit
 from edge0_train.loop import train
 from edge0_train.run import Run, open_run
 from tests.train.toy_loop import OPTIM, Toy, run_in, same

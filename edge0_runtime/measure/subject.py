@@ -1,0 +1,117 @@
+"""What doctor is asked about: a model directory, a tier by name, or a repository on the Hub; and which tier it is served by."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from edge0_runtime.arms import DEFAULT
+from edge0_runtime.contract.artifacts import KINDS, Adapter, find_adapter
+from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.tier import Sticky, Tier, builtin_tier, builtin_tier_names, read_tier
+from edge0_runtime.experts.reader import IO_THREADS
+from edge0_runtime.experts.store import ExpertStore
+from edge0_runtime.loading import Adapters, build_model, needs_float32
+from edge0_runtime.measure.outline import outline_of_tier, write_outline
+from edge0_runtime.model import Identity, Model
+
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is asked about: its checkpoint, whose tensors may be holes, and its tier."""
+
+    source: Literal["directory", "tier", "hub"]
+    checkpoint: Checkpoint
+    tier: Tier
+
+    def model(self, context: int | None = None) -> Model:
+        """With heads and LoRA of the tier, whether they are there yet or not; nothing of the base is read. To be closed."""
+        tier = self.tier
+        prerouter, lora = (
+            Adapter(kind, Path(), tier, _zeros(shapes), None, "", False)
+            for kind, shapes in zip(KINDS, (tier.head_tensors(), tier.lora_tensors()), strict=True)
+        )
+        store = ExpertStore.open(self.checkpoint, tier)
+        try:
+            return build_model(
+                self.checkpoint, Adapters(tier, prerouter, lora), Identity("", None, None), store,
+                arm=DEFAULT, io_threads=IO_THREADS, float32=needs_float32(), context=context,
+            )  # fmt: skip
+        except BaseException:
+            store.close()
+            raise
+
+
+@contextlib.contextmanager
+def open_subject(what: str, tier_name: str | None, k: int | None, sticky: Sticky | None) -> Iterator[Subject]:
+    """Find out what `what` is.
+
+    Args:
+        what: a directory, a built-in tier or a tier's YAML file, or a Hub id, `ORG/NAME` or `ORG/NAME@REVISION`.
+        tier_name: which adapter files, or the tier of a base without any, as for `read_tier`.
+        k, sticky: asked about in place of the tier's own.
+
+    Raises Edge0Error: it is none of these, or not the base of its tier.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        directory, tier = Path(folder), None
+        source: Literal["directory", "tier", "hub"] = "tier"
+        if Path(what).is_dir():
+            source, directory = "directory", Path(what)
+        elif what in builtin_tier_names() or what.endswith(".yaml"):
+            tier = read_tier(what)
+            write_outline(directory, outline_of_tier(tier))
+        elif found := HUB_ID.fullmatch(what):
+            from edge0_runtime.measure.hub import outline_of_hub  # with its libraries, which nothing else needs
+
+            source = "hub"
+            outline_of_hub(found[1], found[2], directory)
+        else:
+            raise Edge0Error(
+                f"{what}: neither a directory, nor a tier ({', '.join(builtin_tier_names())}), nor a Hub id like ORG/NAME"
+            )
+        checkpoint = Checkpoint.open(directory)
+        tier = tier or _tier(checkpoint, what, tier_name)
+        checkpoint.check_architecture(tier)
+        yield Subject(source, checkpoint, changed(tier, k, sticky))
+
+
+def _tier(checkpoint: Checkpoint, what: str, name: str | None) -> Tier:
+    """By the adapter files, by name, or the built-in one of this base."""
+    for kind in KINDS:
+        if (adapter := find_adapter(checkpoint.directory, kind, name)) is not None:
+            return adapter.tier
+    if name is not None:
+        return read_tier(name)
+    for builtin in map(builtin_tier, builtin_tier_names()):
+        if not checkpoint.differences(builtin):
+            return builtin
+    raise Edge0Error(
+        f"{what}: no adapter file there names a tier, and it is the base of none of {', '.join(builtin_tier_names())}; give a"
+        " tier's file with --tier FILE.yaml (`python -m edge0_train inspect base=DIR out=mine` proposes one)"
+    )
+
+
+def changed(tier: Tier, k: int | None, sticky: Sticky | None) -> Tier:
+    """The tier with these in place of its own, where given. Raises Edge0Error where its router can't."""
+    data = tier.to_dict()
+    if k is not None:
+        data["k"] = k
+    if sticky is not None:
+        data["router"]["sticky"] = dataclasses.asdict(sticky)
+    return Tier.from_dict(data)
+
+
+def _zeros(shapes: Mapping[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+    return {key: np.zeros(shape, np.float16) for key, shape in shapes.items()}
