@@ -161,6 +161,19 @@ class SlotPool:
         here_N: np.ndarray = self._slot_LE[self._row[layer], experts_N] >= 0
         return here_N
 
+    def age(self) -> None:
+        """A prompt begins: all that is here from before goes before anything that it will leave."""
+        self._clock_S -= self._clock_S.max() + self._num_experts
+
+    def rank(self, layer: int, worth_E: np.ndarray) -> None:
+        """The prompt is done with the layer: of what it leaves here, each layer's least worth go first.
+
+        All of it goes before what other layers have acquired and aren't done with.
+        """
+        rank_E = np.argsort(np.argsort(-worth_E, kind="stable"))
+        slots_N = np.flatnonzero(self._row_S == self._row[layer])
+        self._clock_S[slots_N] = -rank_E[self._expert_S[slots_N]]
+
     # -- reading ahead ---------------------------------------------------------------------------------------
 
     def want(
