@@ -70,9 +70,7 @@ class ExpertMemory:
 
     # -- reading ahead ---------------------------------------------------------------------------------------
 
-    def want(
-        self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False, early: bool = False
-    ) -> None:
+    def want(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False, early: bool = False) -> None:
         """Read these experts of these layers, in the order that `SlotPool.want` says; returns at once."""
         for pool in self.pools:
             if not pool.full and (rows := [row for row, layer in enumerate(layers) if self._pool[layer] is pool]):
@@ -96,9 +94,7 @@ class ExpertMemory:
         index = self.layers.index(layer) + 1
         return self.layers[index] if index < len(self.layers) else None
 
-    def guess(
-        self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False, early: bool = False
-    ) -> None:
+    def guess(self, layers: Sequence[int], experts_LK: np.ndarray, *, soon: bool = False, early: bool = False) -> None:
         """As `want`, for layers that will choose themselves; whoever sees what they choose tells `judge`."""
         for layer, experts_K in zip(layers, experts_LK, strict=True):
             if self._accuracy[layer] >= LEAST_ACCURACY:

@@ -53,6 +53,7 @@ class _Ticket:
     load: Load | None = field(compare=False)
 
 
+LONGEST_RUN = 8  # neighbours in one load; more would leave the other threads idle
 DEMANDED, SOON, AHEAD, LAST = range(4)
 
 
@@ -157,3 +158,13 @@ def _fill(store: ExpertStore, load: Load, between: Callable[[], None]) -> None:
             target.view(np.uint16)[1::2] = source.view(np.uint16)
         else:
             target[:] = source.view(np.float16)
+
+
+def runs(experts_N: np.ndarray) -> list[tuple[int, int]]:
+    """Bounds of the runs of neighbours in rising indices, none longer than LONGEST_RUN."""
+    bounds, start = [], 0
+    for end in range(1, len(experts_N) + 1):
+        if end == len(experts_N) or experts_N[end] != experts_N[end - 1] + 1 or end - start == LONGEST_RUN:
+            bounds.append((start, end))
+            start = end
+    return bounds
