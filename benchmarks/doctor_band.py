@@ -10,7 +10,7 @@ import os
 import statistics
 from pathlib import Path
 
-from benchmarks.slow_disk import PREADV, paced
+from benchmarks.slow_disk import SlowDisk
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.bench import run
 from edge0_runtime.measure.doctor import doctor
@@ -18,6 +18,7 @@ from edge0_runtime.text import chat_ids
 from edge0_runtime.units import figures
 
 MIB, GIB = 2**20, 2**30
+PREADV = os.preadv
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
             low, high = data["budget"]["tokens_per_second"]
             worst.append(low)
             best.append(high)
-            os.preadv = paced(mib_s * MIB)
+            os.preadv = SlowDisk(mib_s * MIB).slowed(PREADV, int)
             try:
                 with Engine.load(args.directory, memory_budget=args.memory_budget) as engine:
                     prompt = chat_ids(engine.tokenizer, [{"role": "user", "content": "Hi"}])

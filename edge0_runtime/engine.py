@@ -48,7 +48,8 @@ class Engine:
         sequence: of the request that is running.
         eos_ids: end tokens. defaults: how the model wants to be sampled.
         context_length: most tokens of prompt and answer together.
-        prefill_chunk: prompt tokens per forward pass.
+        prefill_chunk: prompt tokens per forward pass. prefill_width: prompt tokens that go through the layers together, chunk by
+            chunk.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Engine:
         self.eos_ids = eos_ids
         self.defaults = defaults
         self.context_length = model.context_length
-        self.prefill_chunk = model.prefill_chunk
+        self.prefill_chunk, self.prefill_width = model.prefill_chunk, model.prefill_width
         self._busy = threading.Lock()
         self._requests = self._prompt_tokens = self._generated_tokens = 0
 
@@ -143,7 +144,7 @@ class Engine:
         budget_bytes = _budget_bytes(memory_budget)
         with self._between_requests("memory_budget"):
             self.model.resize(budget_bytes)
-            self.prefill_chunk = self.model.prefill_chunk
+            self.prefill_chunk, self.prefill_width = self.model.prefill_chunk, self.model.prefill_width
 
     def set_arm(self, arm: str) -> None:
         """Serve the requests that follow in another way; resident is only there from the start."""
@@ -246,7 +247,7 @@ class Engine:
             if not self.model.never_waits:
                 self.model.recover()
             self._requests += 1
-            logits = request.prefill(sequence, prompt_ids, self.prefill_chunk, cancel)
+            logits = request.prefill(sequence, prompt_ids, self.prefill_chunk, self.prefill_width, cancel)
             if logits is None:
                 yield Token(0, -1, 0.0, "cancelled")
                 return

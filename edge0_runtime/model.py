@@ -17,6 +17,7 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
 from edge0_runtime.heads import Heads
 from edge0_runtime.host.disk import disk_speed
+from edge0_runtime.layers import Layers
 from edge0_runtime.network import to_float32
 from edge0_runtime.plan import DEFAULT_CONTEXT, Plan, largest_chunk, make_plan
 from edge0_runtime.step import Running
@@ -59,7 +60,8 @@ class Model:
     """One model directory in memory; one sequence at a time may run on it (`sequence.Sequence`).
 
     Attributes:
-        network: mlx-lm's, gates and expert calls wrapped. parts: what arms use. running: which step the wrappers serve.
+        network: mlx-lm's, gates and expert calls wrapped. layers: its layers. parts: what arms use.
+            running: which step the wrappers serve.
         identity: of the files. context_length: tokens. context: those of them that
             plans reserve memory for; None: DEFAULT_CONTEXT. lora_modules: how many modules carry a LoRA.
         store: the experts on disk. memory, plan: those in memory, and why so many; None where all are resident.
@@ -83,7 +85,8 @@ class Model:
         context: int | None = None,
     ) -> None:
         """Served by the arm of that name. Experts that stream are still to be given memory (`resize`)."""
-        self.network, self.parts, self.running = network, parts, running
+        self.network, self.layers = network, Layers(network)
+        self.parts, self.running = parts, running
         self.store, self.identity = store, identity
         self.context_length, self.lora_modules = context_length, lora_modules
         self.fixed, self.context = fixed, context
@@ -114,6 +117,11 @@ class Model:
     def prefill_chunk(self) -> int:
         """Prompt tokens per forward pass."""
         return largest_chunk(self.tier) if self.plan is None else self.plan.prefill_chunk
+
+    @property
+    def prefill_width(self) -> int:
+        """Prompt tokens that go through the layers together, chunk by chunk."""
+        return self.prefill_chunk if self.plan is None else self.plan.prefill_width
 
     @property
     def never_waits(self) -> bool:

@@ -24,6 +24,9 @@ REPEATED = 0.25
 PREFILL_CHUNKS = (512, 256, 128, 64, 32)
 PASS_SHARE = 0.25
 DEFAULT_CONTEXT = 4096  # tokens of prompt and answer that keys and values are reserved for
+# Prompt tokens that go through the layers together: as many whole chunks as have hidden states in this share of it. Each doubling
+# halves what a long prompt reads, and decoding wants the memory.
+WIDTH_SHARE = 1 / 32
 # mlx's sorted gather gave wrong rows above this many (mlx issue 3856).
 MAX_GATHERED_ROWS = 32768
 
@@ -40,7 +43,9 @@ class Plan:
         widened_bytes: what packed weights take more since they are held in float32.
         context: tokens that keys and values are reserved for. context_bytes: of them, and of recurrent states. token_bytes: of
             one more token's.
-        prefill_chunk: prompt tokens per forward pass. workspace_bytes: activations of such a chunk.
+        prefill_chunk: prompt tokens per forward pass.
+        prefill_width: prompt tokens that go through the layers together, chunk by chunk, so that a layer's experts are read once.
+        workspace_bytes: activations of a chunk, and the hidden states of a width.
         expert_nbytes: of the largest expert on disk. slot_nbytes: of its slot in memory.
         slots: how many experts are held. experts: how many there are.
         step_experts: how many a token needs. predicted_experts: those of them that are known a token ahead.
@@ -58,6 +63,7 @@ class Plan:
     context_bytes: int
     token_bytes: int
     prefill_chunk: int
+    prefill_width: int
     workspace_bytes: int
     expert_nbytes: int
     slot_nbytes: int
@@ -158,7 +164,7 @@ def make_plan(
     layers = len(store.tensors)
     one_slot = max(slot_nbytes(tensors, float32) for tensors in store.tensors.values())
     experts = store.num_experts * layers
-    kept = context_bytes(tier, context, float32=float32)
+    kept, float_bytes = context_bytes(tier, context, float32=float32), 4 if float32 else 2
     known = resident_bytes + adapter_bytes + kept
     chunks = [chunk for chunk in PREFILL_CHUNKS if chunk <= largest_chunk(tier)]
     passes = {chunk: pass_bytes(tier, chunk, context, cast_bytes) for chunk in chunks}
@@ -176,11 +182,17 @@ def make_plan(
     held = [(more, chunk) for more, chunk in held if everything + more + passes[chunk] <= budget_bytes]
     if held:
         (widened, chunk), slots = held[0], experts
+        width, workspace = chunk, passes[chunk]
     else:
         # A step that is built before its token is known needs the whole embedding, so without it never all experts are held.
         most, room = experts - bool(embedding_bytes), budget_bytes - known
         chunk = next((chunk for chunk in chunks if passes[chunk] <= room * PASS_SHARE), chunks[-1])
-        widened, slots = 0, min(most, (room - passes[chunk]) // one_slot)
+        width = (
+            chunk
+            + int(WIDTH_SHARE * (room - passes[chunk] - one_slot)) // (tier.hidden_size * float_bytes) // chunk * chunk
+        )
+        workspace = passes[chunk] + (width - chunk) * tier.hidden_size * float_bytes
+        widened, slots = 0, min(most, (room - workspace) // one_slot)
     plan = Plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
@@ -192,7 +204,8 @@ def make_plan(
         context_bytes=kept,
         token_bytes=token_bytes(tier, float32=float32),
         prefill_chunk=chunk,
-        workspace_bytes=passes[chunk],
+        prefill_width=width,
+        workspace_bytes=workspace,
         expert_nbytes=max(store.expert_nbytes(layer) for layer in store.tensors),
         slot_nbytes=one_slot,
         slots=slots,

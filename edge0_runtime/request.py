@@ -51,16 +51,20 @@ class _Choice(NamedTuple):
     logits_V: mx.array
 
 
-def prefill(sequence: Sequence, prompt_ids: Ids[int], chunk: int, cancel: threading.Event) -> mx.array | None:
-    """Logits after the prompt, which goes in `chunk` tokens at a time; or None when cancelled.
+def prefill(
+    sequence: Sequence, prompt_ids: Ids[int], chunk: int, width: int, cancel: threading.Event
+) -> mx.array | None:
+    """Logits after the prompt; or None when cancelled.
 
-    The last token goes alone, as in mlx-lm: then the large output projection is computed for it only.
+    It goes in `chunk` tokens at a time, and as many chunks layer by layer as have `width` tokens. The last token goes alone, as
+    in mlx-lm: then the large output projection is computed for it only.
     """
     before_last, last = prompt_ids[:-1], prompt_ids[-1:]
-    for start in range(0, len(before_last), chunk):
-        if cancel.is_set():
+    chunks = [before_last[start : start + chunk] for start in range(0, len(before_last), chunk)]
+    together = max(1, width // chunk)
+    for start in range(0, len(chunks), together):
+        if not sequence.prefill_chunks(chunks[start : start + together], cancel):
             return None
-        sequence.prefill(before_last[start : start + chunk], last=False)
     return None if cancel.is_set() else sequence.prefill(last, last=True)
 
 

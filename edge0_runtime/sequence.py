@@ -12,6 +12,8 @@ Where the model never waits for an expert, `run` may follow `foresee` at once, b
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -85,21 +87,79 @@ class Sequence:
             Logits [vocabulary] after the chunk's last token when `last`, not evaluated yet; else None, and
             the chunk is done.
         """
-        tier = self._model.tier
-        whole = len(token_ids) * tier.k >= WHOLE_LAYER_USES * tier.num_experts
-        trail = 0 if self.last is None else self.last.trail
-        step = Step(trail=None if trail is None else hash((trail, *token_ids)), whole_layers=whole)
-        logits = self._forward(step, mx.array(list(token_ids)))
         if last:
-            return logits
-        step.logits_V = None  # nobody wants them, so they aren't computed
-        del logits
+            (step,) = self._prompt_steps([token_ids])
+            return self._forward(step, mx.array(list(token_ids)))
+        self.prefill_chunks([token_ids], threading.Event())
+        return None
+
+    def prefill_chunks(self, chunks: Ids[Ids[int]], cancel: threading.Event) -> bool:
+        """Process chunks of the prompt: as one after the other, but a layer's experts are read once for all of them.
+
+        Returns:
+            Whether they are done; if not, `cancel` was set, and the sequence can only be closed.
+        """
+        steps, tokens = self._prompt_steps(chunks), [mx.array(list(chunk)) for chunk in chunks]
+        if not self._model.never_waits:
+            return self._by_layers(steps, tokens, cancel)
+        for step, tokens_T in zip(steps, tokens, strict=True):
+            if cancel.is_set():
+                return False
+            self._forward(step, tokens_T)
+            step.logits_V = None  # nobody wants them, so they aren't computed
+            self._end_of_chunks()
+        return True
+
+    def _prompt_steps(self, chunks: Ids[Ids[int]]) -> list[Step]:
+        tier = self._model.tier
+        whole = sum(map(len, chunks)) * tier.k >= WHOLE_LAYER_USES * tier.num_experts
+        trail = 0 if self.last is None else self.last.trail
+        steps = []
+        for chunk in chunks:
+            trail = None if trail is None else hash((trail, *chunk))
+            steps.append(Step(trail=trail, whole_layers=whole))
+        return steps
+
+    def _by_layers(self, steps: list[Step], tokens: list[mx.array], cancel: threading.Event) -> bool:
+        model = self._model
+        assert model.memory is not None  # somebody waits for experts
+        self._begin(steps[0])
+        model.memory.age()
+        starts = itertools.accumulate((tokens_T.size for tokens_T in tokens), initial=0)
+        hidden, calls = [], []
+        for tokens_T, start in zip(tokens, starts, strict=False):
+            first_1TD, layers = model.layers.calls(model.network, tokens_T, self._kv, start)
+            hidden.append(first_1TD)
+            calls.append(layers)
+        for layer, calls_of_chunks in enumerate(zip(*calls, strict=True)):
+            for index, (step, call) in enumerate(zip(steps, calls_of_chunks, strict=True)):
+                if cancel.is_set():
+                    return False
+                self._let_run(step)
+                step.again = step is not steps[-1]
+                hidden[index] = call(hidden[index])
+                # Before the next graph is built: it may compute from the same slots with other experts in them.
+                mx.eval(hidden[index], self._kv[layer].state, list(step.inputs.values()))
+                model.memory.release()
+                step.routings.clear()  # nobody looks at a chunk's
+                step.stop()
+            if layer in model.memory.layers:
+                model.memory.rank(layer, np.concatenate([step.ran[layer] for step in steps]))
+        for step in steps:
+            step.last = self.last
+            step.features = model.arm.remember(step)
+            step.stop()
+            self.last = step
+        self._end_of_chunks()
+        return True
+
+    def _end_of_chunks(self) -> None:
+        assert self.last is not None
         self._evaluate_state()
         self._check_files()
         self._settle()
-        step.routings.clear()  # nobody looks at a chunk's
+        self.last.routings.clear()
         mx.clear_cache()  # a chunk's arrays have odd sizes that the allocator would keep
-        return None
 
     # -- one generated token -------------------------------------------------------------------------------------------
 
@@ -186,24 +246,32 @@ class Sequence:
         return self.coming, self.coming.token
 
     def _forward(self, step: Step, tokens_T: mx.array) -> mx.array:
-        model, last = self._model, self.last
-        if last is not None and last.logits_V is not None and not model.never_waits:
-            mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
-        self._settle()
-        self.coming = None  # what was foreseen is for the step after the last one
-        step.route, step.look_ahead = model.arm.route, model.arm.look_ahead
-        step.memory, step.waits = model.memory, not model.never_waits
-        step.last = last
-        if last is not None:
-            last.stop()
-        if step.whole_layers and model.memory is not None:
-            model.memory.want_layer(model.memory.layers[0])
-        model.running.step = step
+        model = self._model
+        self._begin(step)
         logits_1TV = model.network(tokens_T[None], cache=self._kv)
         step.features = model.arm.remember(step)
         step.logits_V = logits_1TV[0, -1]
         self.last = step
         return step.logits_V
+
+    def _begin(self, step: Step) -> None:
+        model, last = self._model, self.last
+        if last is not None and last.logits_V is not None and not model.never_waits:
+            mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
+        self._settle()
+        self.coming = None  # what was foreseen is for the step after the last one
+        step.last = last
+        if last is not None:
+            last.stop()
+        self._let_run(step)
+        if step.whole_layers and model.memory is not None:
+            model.memory.want_layer(model.memory.layers[0])
+
+    def _let_run(self, step: Step) -> None:
+        model = self._model
+        step.route, step.look_ahead = model.arm.route, model.arm.look_ahead
+        step.memory, step.waits = model.memory, not model.never_waits
+        model.running.step = step
 
     def _evaluate_state(self) -> None:
         assert self.last is not None

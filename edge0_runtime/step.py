@@ -40,7 +40,7 @@ class Step:
         last: the pass before; its own is forgotten.
         memory: the experts that the pass computes from and has read ahead; None where all are resident.
         waits: an expert may have to be waited for, so that knowing it earlier is worth something.
-        whole_layers: `experts.streaming.Pass`; so are staged, guessed, expected, chosen and ran.
+        whole_layers, again: `experts.streaming.Pass`; so are staged, guessed, expected, chosen and ran.
         foreseen: layer -> its routing, known before the layer below has run.
         ahead: stacked, what the arm foresaw and its hints go by; to be evaluated with the flush.
         flushed: the flush before this step has taken place.
@@ -63,6 +63,7 @@ class Step:
     memory: ExpertMemory | None = None
     waits: bool = False
     whole_layers: bool = False
+    again: bool = False
     foreseen: dict[int, Routing] = field(default_factory=dict)
     ahead: Routing | None = None
     flushed: bool = False

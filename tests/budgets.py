@@ -1,5 +1,7 @@
 """Memory budgets by what they hold."""
 
+import itertools
+
 from edge0_runtime.activations import pass_bytes
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.model import Model
@@ -20,8 +22,13 @@ def _budget_for(model: Model, slots: int) -> int:
     if slots == full.experts:
         return full.budget_bytes + (0 if model.widened else model.fixed.widened_bytes)
     known = full.resident_bytes + full.adapter_bytes + full.context_bytes + (2 * slots + 1) * full.slot_nbytes // 2
-    for chunk in PREFILL_CHUNKS:
-        budget = known + pass_bytes(model.tier, chunk, full.context, 0 if model.widened else model.fixed.cast_bytes)
+    more = range(slots // 32 + 2)  # what wide prompts take of the experts' memory
+    for chunk, extra in itertools.product(PREFILL_CHUNKS, more):
+        budget = (
+            known
+            + extra * full.slot_nbytes
+            + pass_bytes(model.tier, chunk, full.context, 0 if model.widened else model.fixed.cast_bytes)
+        )
         try:
             if model.plan_for(budget).slots == slots:
                 return budget

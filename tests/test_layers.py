@@ -19,7 +19,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("libraries", "units"),
         ("experts", "inspection"),  # bytes: they know neither routing nor step
         ("host", "routing", "sampling", "sticky", "text", "activations"),
-        ("step", "heads", "lora", "network", "embedding", "plan"),
+        ("step", "heads", "layers", "lora", "network", "embedding", "plan"),
         ("gates",),
         ("arms",),
         ("model",),

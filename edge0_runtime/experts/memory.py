@@ -17,6 +17,7 @@ from edge0_runtime.experts.store import ExpertStore
 # A guess is read where such guesses were mostly right of late: a wrong one costs the disk what a right one saves in waiting.
 LEAST_ACCURACY = 0.5
 ACCURACY_RATE = 0.1
+HALF_LIFE = 16  # tokens, of a prompt's use of an expert; docs/streaming.md "One memory"
 COUNTERS = ("loads", "bytes_read", "hits", "misses", "late", "evictions", "blocked_seconds")
 
 
@@ -79,6 +80,15 @@ class ExpertMemory:
         """Read all experts of the layer."""
         self.want([layer], self._every_E[None], soon=soon)
 
+    def age(self) -> None:
+        """A prompt begins: what is held from before goes first."""
+        for pool in self.pools:
+            pool.age()
+
+    def rank(self, layer: int, ran_TK: np.ndarray) -> None:
+        """A prompt's tokens ran these: what of the layer decoding will need least goes first."""
+        self._pool[layer].rank(layer, _worth(ran_TK, self.store.num_experts))
+
     def after(self, layer: int) -> int | None:
         """The next MoE layer, if there is one."""
         index = self.layers.index(layer) + 1
@@ -131,3 +141,10 @@ class ExpertMemory:
         """End the I/O threads; may be called again."""
         self.abandon()
         self._reader.close()
+
+
+def _worth(ran_TK: np.ndarray, num_experts: int) -> np.ndarray:
+    """[E], how often each expert was run, a use counting half as much as one HALF_LIFE tokens later."""
+    age_T = np.arange(len(ran_TK))[::-1]
+    weights_TK = np.broadcast_to(0.5 ** (age_T / HALF_LIFE)[:, None], ran_TK.shape)
+    return np.bincount(ran_TK.ravel(), weights_TK.ravel(), minlength=num_experts)

@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from edge0_runtime.experts.reader import AHEAD, DEMANDED, SOON, Load, Reader
+from edge0_runtime.experts.reader import AHEAD, DEMANDED, SOON, Load, Reader, runs
 from edge0_runtime.experts.store import FLOATS, ExpertStore, ExpertTensor
 
 MLX_DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 KEPT_PASSES = 20  # docs/streaming.md "One memory"
-LONGEST_RUN = 8  # neighbours in one load; more would leave the other threads idle
 
 
 class SlotPool:
@@ -161,6 +160,15 @@ class SlotPool:
         here_N: np.ndarray = self._slot_LE[self._row[layer], experts_N] >= 0
         return here_N
 
+    def age(self) -> None:
+        """A prompt begins: all that is here goes before anything that the prompt will leave."""
+        self._clock_S -= self._clock_S.max() + self._num_experts
+
+    def rank(self, layer: int, worth_E: np.ndarray) -> None:
+        """The prompt is done with the layer: of all that it leaves, each layer's least worth go first."""
+        slots_N = np.flatnonzero(self._row_S == self._row[layer])
+        self._clock_S[slots_N] = -np.argsort(np.argsort(-worth_E, kind="stable"))[self._expert_S[slots_N]]
+
     # -- reading ahead ---------------------------------------------------------------------------------------
 
     def want(self, layers: Sequence[int], experts_LN: np.ndarray, *, soon: bool = False, early: bool = False) -> None:
@@ -280,7 +288,7 @@ class SlotPool:
         self._clock_S[slots_N] = self._time
         self._early_S[slots_N] = False
         self._loading_S[slots_N] = self._fresh_S[slots_N] = True
-        for start, end in _runs(experts_N):
+        for start, end in runs(experts_N):
             slots = slots_N[start:end].tolist()
             targets = [[memory[slot] for slot in slots] for memory in self._memory]
             load = Load(self.layers[row], int(experts_N[start]), targets, slots, self._finished)
@@ -334,13 +342,3 @@ def slot_dtype(tensor: ExpertTensor, float32: bool) -> mx.Dtype:
 def slot_nbytes(tensors: Sequence[ExpertTensor], float32: bool) -> int:
     """Memory of one expert; on disk it may take less."""
     return sum(math.prod(tensor.shape) * slot_dtype(tensor, float32).size for tensor in tensors)
-
-
-def _runs(experts_N: np.ndarray) -> list[tuple[int, int]]:
-    """Bounds of the runs of neighbours in rising indices, none longer than LONGEST_RUN."""
-    bounds, start = [], 0
-    for end in range(1, len(experts_N) + 1):
-        if end == len(experts_N) or experts_N[end] != experts_N[end - 1] + 1 or end - start == LONGEST_RUN:
-            bounds.append((start, end))
-            start = end
-    return bounds

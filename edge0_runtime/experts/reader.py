@@ -63,6 +63,7 @@ BY_PROJECTION = tuple(
     slice(start, start + len(QUANTISED_PARTS))
     for start in range(0, len(PROJECTIONS) * len(QUANTISED_PARTS), len(QUANTISED_PARTS))
 )
+LONGEST_RUN = 8  # neighbours in one load; more would leave the other threads idle
 DEMANDED, SOON, AHEAD, LAST = range(4)
 PENDING = threading.Lock()  # of every load's `pending`
 
@@ -179,3 +180,13 @@ def _fill(store: ExpertStore, load: Load, part: slice, between: Callable[[], Non
             target.view(np.uint16)[1::2] = source.view(np.uint16)
         else:
             target[:] = source.view(np.float16)
+
+
+def runs(experts_N: np.ndarray) -> list[tuple[int, int]]:
+    """Bounds of the runs of neighbours in rising indices, none longer than LONGEST_RUN."""
+    bounds, start = [], 0
+    for end in range(1, len(experts_N) + 1):
+        if end == len(experts_N) or experts_N[end] != experts_N[end - 1] + 1 or end - start == LONGEST_RUN:
+            bounds.append((start, end))
+            start = end
+    return bounds

@@ -34,6 +34,7 @@ class Pass(Protocol):
     Attributes:
         whole_layers: it uses nearly every expert of every layer (a long chunk of a prompt), so each layer's are read while
             the one before computes.
+        again: the layer that runs will run for another chunk of the prompt before the next layer does.
         staged: layer -> [K], its experts, known before its router has spoken.
         guessed: layer -> [K], what the layer was guessed to choose itself.
         expected: layer -> [1, K], the same guess while it isn't evaluated yet.
@@ -42,6 +43,7 @@ class Pass(Protocol):
     """
 
     whole_layers: bool
+    again: bool
     staged: dict[int, np.ndarray]
     guessed: dict[int, np.ndarray]
     expected: dict[int, mx.array]
@@ -147,6 +149,8 @@ class StreamingSwitchGLU(nn.Module):
         if following is None:
             return
         if step.whole_layers:
+            if step.again:
+                self._memory.want_layer(self._layer, soon=True)  # what is there stays
             self._memory.want_layer(following, soon=True)
         elif expected_1K is not None:
             step.guess([following], np.array(expected_1K), soon=True)

@@ -109,7 +109,7 @@ def _write_adapters(checkpoint: Checkpoint, tier: Tier) -> None:
 def _steps(model: Model) -> Iterator[float]:
     """Seconds of one decode step after the other, without those that warm up."""
     sequence, cancel = Sequence(model), threading.Event()
-    logits_V = prefill(sequence, [0, 0], 1, cancel)
+    logits_V = prefill(sequence, [0, 0], 1, 1, cancel)
     assert logits_V is not None
     tokens = decode(sequence, logits_V, WARM + MOST_STEPS + 1, mx.argmax, frozenset(), cancel, ahead=False, trace=False)
     for _ in range(WARM):

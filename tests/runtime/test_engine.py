@@ -15,6 +15,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine, Token
 from edge0_runtime.sampling import make_sampler
 from edge0_runtime.sequence import Sequence
+from edge0_runtime.step import Step
 from tests.mlx_memory import mlx_bytes
 
 
@@ -95,17 +96,17 @@ def test_cancel_in_decode_and_in_prefill(
     assert first.finish_reason is None
     assert (last.finish_reason, last.index, last.token) == ("cancelled", 1, -1)
 
-    cancel = threading.Event()
-    prefill, chunks = Sequence.prefill, []
+    cancel, forward = threading.Event(), Sequence._forward
+    chunks = []
 
-    def cancelling(sequence: Sequence, token_ids: list[int], *, last: bool) -> mx.array | None:
-        chunks.append(len(token_ids))
+    def cancelling(sequence: Sequence, step: Step, tokens_T: mx.array) -> mx.array:
+        chunks.append(tokens_T.size)
         if len(chunks) == 2:
             cancel.set()
-        return prefill(sequence, token_ids, last=last)
+        return forward(sequence, step, tokens_T)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sequence, "prefill", cancelling)
+        patch.setattr(Sequence, "_forward", cancelling)
         patch.setattr(engine, "prefill_chunk", 4)
         (only,) = engine.generate(prompts[3], max_tokens=9, cancel=cancel)
     assert (only.finish_reason, only.index) == ("cancelled", 0)

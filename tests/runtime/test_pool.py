@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.experts.pool import SlotPool, _runs
-from edge0_runtime.experts.reader import Reader
+from edge0_runtime.experts.pool import SlotPool
+from edge0_runtime.experts.reader import Reader, runs
 from edge0_runtime.experts.store import ExpertStore
 
 PREADV = os.preadv
@@ -298,7 +298,7 @@ def test_a_full_pool_is_in_order_and_stays(
 
 def test_runs_of_neighbours() -> None:
     def lengths(*experts: int) -> list[int]:
-        return [end - start for start, end in _runs(np.array(experts, dtype=int))]
+        return [end - start for start, end in runs(np.array(experts, dtype=int))]
 
     assert lengths() == []
     assert lengths(4) == [1]
