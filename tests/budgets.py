@@ -1,11 +1,10 @@
 """Memory budgets by what they hold."""
 
-import itertools
-
-from edge0_runtime.activations import pass_bytes
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.model import Model
-from edge0_runtime.plan import PREFILL_CHUNKS
+
+MOST_SLOTS = 4000
+"""Of room beyond the experts that is searched: activations of the widest prompts, in slots of the smallest models."""
 
 
 def budget_for(model: Model, slots: int, *, widened: bool = False) -> int:
@@ -21,14 +20,10 @@ def _budget_for(model: Model, slots: int) -> int:
     full = model.plan_for(None)
     if slots == full.experts:
         return full.budget_bytes + (0 if model.widened else model.fixed.widened_bytes)
-    known = full.resident_bytes + full.adapter_bytes + full.context_bytes + (2 * slots + 1) * full.slot_nbytes // 2
-    more = range(slots // 32 + 2)  # what wide prompts take of the experts' memory
-    for chunk, extra in itertools.product(PREFILL_CHUNKS, more):
-        budget = (
-            known
-            + extra * full.slot_nbytes
-            + pass_bytes(model.tier, chunk, full.context, 0 if model.widened else model.fixed.cast_bytes)
-        )
+    known = full.resident_bytes + full.adapter_bytes + full.context_bytes
+    # A larger budget may give prompts more and experts less, so it is found by trying.
+    for half in range(2 * slots + 1, 2 * (slots + MOST_SLOTS)):
+        budget = known + half * full.slot_nbytes // 2
         try:
             if model.plan_for(budget).slots == slots:
                 return budget
