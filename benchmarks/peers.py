@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
+from benchmarks.budgets import budget_for
 from benchmarks.disk_bound import MIB, PROMPT, STICKY, load, make_checkpoint
 from benchmarks.peer_glue import PEERS, Shape
 from benchmarks.record import Row, add_rows, circumstances, read_rows
@@ -133,9 +134,7 @@ def _ours(who: str, directory: Path, disk: SlowDisk, known: list[int] | None) ->
     arm = "prerouter" if predicts else who
     options: dict[str, Any] = {"sticky": who == STICKY, "arm": arm, "prerouter": predicts, "lora": predicts}
     with load(directory, **options, memory_budget=1.0) as engine:  # less than all experts
-        plan, layers = engine.model.plan, len(engine.model.store.tensors)
-    assert plan is not None
-    budget = (plan.fixed_bytes + (layers * SLOTS + 0.5) * plan.slot_nbytes) / GIB
+        budget = budget_for(engine.model, len(engine.model.store.tensors) * SLOTS) / GIB
     engine = load(directory, **options, memory_budget=budget)
     prompt_ids = engine.tokenizer.encode(PROMPT)
 

@@ -207,9 +207,10 @@ class Tier:
     def file_name(self, kind: str) -> str:
         """Name of an adapter file in the model directory; `kind` is prerouter or lora.
 
-        A sticky tier's has a name of its own: the public runtime reads no metadata, and would serve it by another rule.
+        A sticky tier's ends in -sticky: the public runtime reads no metadata, and would serve it by another rule.
         """
-        return f"{kind}_edge0_{self.name}{'-sticky' * bool(self.router.sticky)}.safetensors"
+        name = f"{self.name.removesuffix('-sticky')}-sticky" if self.router.sticky else self.name
+        return f"{kind}_edge0_{name}.safetensors"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON/YAML data; `Tier.from_dict` reads it back."""

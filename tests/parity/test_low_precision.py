@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.budgets import budget_for
 from edge0_runtime import loading
 from edge0_runtime.arms import ARMS, arm_class
 from edge0_runtime.contract.artifacts import read_adapter
@@ -26,7 +27,6 @@ from edge0_runtime.step import Step
 from edge0_train.base import load_base, quantize_checkpoint
 from edge0_train.student import PrerouterHeads, StudentPath
 from edge0_train.student.router import select
-from tests.budgets import budget_for
 from tests.random_adapters import random_heads, write_adapters
 from tests.tiny_models import TEACHER
 from tests.twins import TWINS

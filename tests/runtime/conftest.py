@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3_5_moe
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from benchmarks.budgets import budget_for
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.tier import Sticky, Tier
 from edge0_runtime.engine import Engine
@@ -27,7 +28,6 @@ from edge0_runtime.experts.pool import SlotPool
 from edge0_runtime.experts.reader import Reader
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.loading import find_adapters
-from tests.budgets import budget_for
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]

@@ -41,14 +41,14 @@ def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_budgets_of_a_directory_are_those_of_the_engine(tiny_dir: Path, budget: Callable[..., float]) -> None:
     gib = budget(tiny_dir, 11)
-    data = doctor(str(tiny_dir), budget_bytes=int(gib * GIB), read_bytes=100_000)
+    data = doctor(str(tiny_dir), budget_bytes=int(gib * GIB), disk_bytes_per_second=1e4)
     with Engine.load(tiny_dir, memory_budget=gib) as engine:
         assert engine.model.plan is not None
         assert data["budget"]["experts_held"] == engine.model.plan.slots == 11
     assert json.loads(json.dumps(data)) == data
     assert (data["tier"], data["experts"], data["expert_bytes"], data["step_bytes"]) == ("tiny", 32, 13_824, 8 * 13_824)
     assert len(data["expert_ranges"]) == 9 and data["versions"]["mlx"]
-    assert [speed["threads"] for speed in data["disk"]] in ([1, 2, 4, 8], [])
+    assert data["disk"] == []
     assert "32 experts of 13.5 KiB in 9 ranges" in doctor_text(data)
     assert [row["experts_held"] for row in data["budgets"]] == sorted({row["experts_held"] for row in data["budgets"]})
     assert data["budgets"][-1]["experts_held"] == 32
@@ -97,7 +97,7 @@ def test_another_router_and_k_can_be_asked_about() -> None:
 def a_plan(slots: int) -> Plan:
     return Plan(
         budget_bytes=10, resident_bytes=1, embedding_bytes=0, embedding_held=False, adapter_bytes=1, widened_bytes=0,
-        context=50, context_bytes=1, token_bytes=3, prefill_chunk=1, workspace_bytes=1, expert_nbytes=100,
+        context=50, context_bytes=1, token_bytes=3, prefill_chunk=1, prefill_width=1, workspace_bytes=1, expert_nbytes=100,
         slot_nbytes=120, slots=slots, experts=40, step_experts=8, predicted_experts=4,
     )  # fmt: skip
 
