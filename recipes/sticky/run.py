@@ -31,6 +31,7 @@ from edge0_train.config import Config
 from edge0_train.data.rows import text_of
 from edge0_train.measure.bench import Bench, Stage, open_bench
 from edge0_train.run import write_json
+from recipes.long_chain import run as long_chain
 from recipes.runs import adapter_of, add_settings, configure_run, run_once
 from recipes.sticky.arms import CURVE, Arm
 from recipes.sticky.bends import GROW, bent
@@ -41,6 +42,11 @@ SHARED = ("quantize", "teacher_text")
 ROWS = 1024
 """Held-out: with nano's 256 the error of a mean KL is half of it."""
 MEASURED = ("student_sft", "on_policy")
+CHAIN = long_chain.PHASES | {
+    "student_sft": (*long_chain.SFT, f"optim.steps={long_chain.SFT_STEPS[-1]}"),
+    "on_policy": long_chain.POLICY,
+}
+"""What each phase does with --chain: answers of 154 tokens, in which errors compound."""
 
 
 def main() -> None:
@@ -49,22 +55,23 @@ def main() -> None:
     torch.set_num_threads(1)
     out = arguments.out.resolve()
     for seed in [] if arguments.report else arguments.seeds:
-        Seed(out, seed, arguments.rows, arguments.set).run([Arm.parse(text) for text in arguments.arms])
+        of_seed = Seed(out, seed, arguments.rows, arguments.set, chain=arguments.chain)
+        of_seed.run([Arm.parse(text) for text in arguments.arms])
     print(report(out))
 
 
 class Seed:
     """One seed's trainings and measurements; the int4 base is all seeds'."""
 
-    def __init__(self, out: Path, seed: int, rows: int, settings: Sequence[str] = ()) -> None:
-        self.out, self.seed, self.rows, self.settings = out, seed, rows, tuple(settings)
+    def __init__(self, out: Path, seed: int, rows: int, settings: Sequence[str] = (), *, chain: bool = False) -> None:
+        self.out, self.seed, self.rows, self.settings, self.chain = out, seed, rows, tuple(settings), chain
         self.root = out / f"seed{seed}"
         self._benches: dict[str, Bench] = {}
 
     def run(self, arms: Sequence[Arm]) -> None:
         """Everything of the arms that is not there yet."""
         for phase in SHARED:
-            run_once(phase, (self.out if phase == "quantize" else self.root) / phase, *self._common(self.root))
+            self._once(phase, (self.out if phase == "quantize" else self.root) / phase)
         for arm in arms:
             self.train(arm)
             self.measure(arm)
@@ -73,25 +80,23 @@ class Seed:
         """First heads once a K, then the arm's own phases."""
         first = Arm(arm.k)
         heads = self.root / first.name / "head_distill"
-        run_once("head_distill", heads, *self._common(heads.parent), *first.overrides())
+        self._once("head_distill", heads, *first.overrides())
         root = self.root / arm.name
         # An arm that only SFT makes another starts from the refined heads of the one it is otherwise like.
         refined = (self.root / replace(arm, bend="").name if arm.sft or arm.bend == GROW else root) / "head_refine"
         with bent(arm.bend):
-            run_once(
-                "head_refine", refined, *self._common(refined.parent), *arm.overrides(), f"inputs.prerouter={heads}"
-            )
+            self._once("head_refine", refined, *arm.overrides(), f"inputs.prerouter={heads}")
             from_refined = [f"inputs.prerouter={refined}", *arm.sft]
             sft = self._grown(arm, from_refined) if arm.bend == GROW else from_refined
-            run_once("student_sft", root / "student_sft", *self._common(root), *arm.overrides(), *sft)
-            run_once("on_policy", root / "on_policy", *self._common(root), *arm.overrides())
+            self._once("student_sft", root / "student_sft", *arm.overrides(), *sft)
+            self._once("on_policy", root / "on_policy", *arm.overrides())
 
     def _grown(self, arm: Arm, start: list[str]) -> list[str]:
         """The first half of an SFT, under half the bias; returns the settings of the second."""
         root, half = self.root / arm.name, replace(arm, bias=arm.bias / 2)
-        common = self._common(root)
-        steps = f"optim.steps={configure_run('student_sft', root / 'student_sft', *common).optim.steps // 2}"
-        run_once("student_sft", root / "half", *common, *half.overrides(), *start, steps)
+        usual = configure_run("student_sft", root / "student_sft", *self._common("student_sft", root))
+        steps = f"optim.steps={usual.optim.steps // 2}"
+        self._once("student_sft", root / "half", *half.overrides(), *start, steps)
         return [steps, *(f"inputs.{kind}={root / 'half'}" for kind in KINDS)]
 
     def measure(self, arm: Arm) -> None:
@@ -99,7 +104,7 @@ class Seed:
         file, root = self.root / f"{arm.name}.json", self.root / arm.name
         if file.exists():
             return
-        config = configure_run("evaluate", root / "evaluate", *self._common(root), *arm.overrides())
+        config = configure_run("evaluate", root / "evaluate", *self._common("evaluate", root), *arm.overrides())
         with bent(arm.bend):
             bench = replace(self._opened(config, arm.bend), config=config)
         heads = load_heads(adapter_of(config, "prerouter", root / "student_sft"), "cpu")
@@ -118,12 +123,20 @@ class Seed:
             self._benches[bend] = open_bench(config, data.held_out)
         return self._benches[bend]
 
-    def _common(self, root: Path) -> list[str]:
-        text = self.root / "teacher_text"
+    def _once(self, phase: str, directory: Path, *overrides: str) -> None:
+        run_once(phase, directory, *self._common(phase, directory.parent), *overrides)
+
+    def _common(self, phase: str, root: Path) -> list[str]:
+        """What all runs of a phase have alike."""
         return [
-            f"seed={self.seed}", f"root={root}", f"base.directory={self.out / 'base'}", f"text.rows={text}",
-            f"sample.eval_prompts={self.rows}", *self.settings,
-        ]  # fmt: skip
+            f"seed={self.seed}",
+            f"root={root}",
+            f"base.directory={self.out / 'base'}",
+            f"text.rows={self.root / 'teacher_text'}",
+            f"sample.eval_prompts={self.rows}",
+            *(("experiment=long_chain", *CHAIN.get(phase, ())) if self.chain else ()),
+            *self.settings,
+        ]
 
 
 def _arguments() -> argparse.Namespace:
@@ -131,6 +144,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--arms", nargs="+", default=list(CURVE), metavar="K[:BIAS,WINDOW]")
     parser.add_argument("--rows", type=int, default=ROWS, metavar="N", help="held-out prompts")
+    parser.add_argument("--chain", action="store_true", help="on chains of 30 steps instead of short tasks")
     parser.add_argument("--report", action="store_true", help="only the table and the plot")
     parser.add_argument("--out", type=Path, default=Path("runs/sticky"))
     add_settings(parser)

@@ -157,6 +157,16 @@ def test_the_penalty_counts_probability_of_what_did_not_run_and_reaches_the_head
     )
 
 
+def test_chains_have_the_settings_of_their_recipe(ran: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], "4:2,2", "--chain", *sys.argv[-2:]])
+    recipe.main()
+    found = {c.phase: c for c in ran}
+    assert found["teacher_text"].sample.prompts == 1024 and found["teacher_text"].sample.eval_prompts == 256
+    assert {(c.text.prompts, c.text.max_length) for c in ran} == {("tasks:chain", 256)}
+    assert (found["student_sft"].optim.steps, found["student_sft"].optim.rows) == (240, 8)
+    assert (found["on_policy"].optim.steps, found["on_policy"].optim.rows) == (24, 16)
+
+
 # -- the table
 
 
