@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from edge0_runtime.measure.advice import gib_at_least
 from edge0_runtime.units import MISSING, figures, share, size
 
 COLUMNS = ("budget", "experts", "held already", "loads a token", "bytes a token", "tokens/s", "bound by")
@@ -22,7 +23,8 @@ def doctor_text(data: Mapping[str, Any]) -> str:
         _where(data),
         *_disk(data),
         _computing(data),
-        f"memory {size(data['memory_bytes'])}; the smallest budget that works is {size(data['smallest_budget_bytes'])}",
+        f"memory {size(data['memory_bytes'])}; the smallest budget that works is {size(data['smallest_budget_bytes'])}"
+        f" (--memory-budget {gib_at_least(data['smallest_budget_bytes'], 4)})",
     ]
     if data["budget"] is None:
         return "\n".join([*lines, "it won't run: there is less memory than that"])
@@ -98,7 +100,7 @@ def _context(budget: Mapping[str, Any]) -> str:
 
 def _longest(budget: Mapping[str, Any]) -> str:
     needed = f"the {budget['step_experts']} experts that a token needs"
-    longest = budget["most_context"]
+    longest: int = budget["most_context"]
     return f"up to {longest:,} leave room for {needed}" if longest else f"{needed} don't fit beside any"
 
 

@@ -19,6 +19,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Sticky, builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure import doctor as module
+from edge0_runtime.measure.advice import gib_at_least
 from edge0_runtime.measure.compute import step_seconds
 from edge0_runtime.measure.doctor import doctor
 from edge0_runtime.measure.doctor_text import doctor_text
@@ -81,6 +82,7 @@ def test_the_smallest_budget_is_the_last_that_the_planner_takes(tiny_dir: Path) 
     assert smallest_budget(plan_for) == math.ceil(1_234_567_890 / 2**20) * 2**20
     smallest = doctor(str(tiny_dir), disk_bytes_per_second=1e6)["smallest_budget_bytes"]
     Engine.load(tiny_dir, memory_budget=smallest / GIB).close()
+    assert gib_at_least(1_600_126_977, 4) == "1.491"  # 1.49023... GiB
     if smallest > 2**20:
         with pytest.raises(Edge0Error, match=r"memory_budget: .* hold no expert"):
             Engine.load(tiny_dir, memory_budget=(smallest - 2**20) / GIB)
@@ -133,7 +135,9 @@ def test_what_is_held_lies_between_chance_and_what_was_recorded() -> None:
 def test_too_little_memory_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "35b", "--memory", "1", "--disk-mib-s", "1000"]) == 1
     said = capsys.readouterr().out
-    assert "it won't run" in said and re.search(r"smallest budget that works is 1\.\d+ GiB", said)
+    found = re.search(r"smallest budget that works is 1\.\d+ GiB \(--memory-budget (1\.\d+)\)", said)
+    assert "it won't run" in said and found
+    assert main(["doctor", "35b", "--memory", "16", "--disk-mib-s", "1000", "--memory-budget", found[1]]) == 0
 
 
 @pytest.mark.parametrize(
