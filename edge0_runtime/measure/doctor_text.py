@@ -58,9 +58,8 @@ def _computing(data: Mapping[str, Any]) -> str:
     busy = (
         f"; the machine is busy (load {figures(data['load_average'])}), so that is too long: ask again when it is quiet"
     )
-    return f"computing, measured here on layers of these shapes: {found} a token" + busy * (
-        data["load_average"] > data["cpus"]
-    )
+    said = f"computing, measured here on layers of these shapes: {found} a token"
+    return said + busy if data["load_average"] > data["cpus"] else said
 
 
 def _budgets(data: Mapping[str, Any]) -> Iterator[str]:
