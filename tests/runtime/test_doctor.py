@@ -221,7 +221,7 @@ def test_the_longest_context_is_the_planners(budget_gib: float) -> None:
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for load, busy in ((0.1, False), (1e3, True)):
-        monkeypatch.setattr(module.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert ("the machine is busy" in doctor_text(doctor("nano", disk_bytes_per_second=1e9))) == busy
 
 
