@@ -216,7 +216,8 @@ def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
 
 
 def _fields(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
+    shown = {key: f"({_fields(value)})" if isinstance(value, Mapping) else value for key, value in values.items()}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def _value(value: Any) -> str:

@@ -164,8 +164,9 @@ class Model:
             module.attach(self.memory)
         self.plan = plan
 
-    def plan_for(self, budget_bytes: int | None, memory_bytes: int | None = None) -> Plan:
-        """What a budget buys on a machine of that much memory, this one by default; reads nothing."""
+    def plan_for(self, budget_bytes: int | None, memory_bytes: int | None = None, context: int | None = None) -> Plan:
+        """What a budget buys on a machine of that much memory, this one by default, beside that context; reads nothing."""
+        wanted = self.context if context is None else context
         return make_plan(
             self.tier,
             self.store,
@@ -175,7 +176,7 @@ class Model:
             adapter_bytes=self.fixed.adapter_bytes,
             widened_bytes=self.fixed.widened_bytes if self.plan is None else 0,  # at load only: it can't be undone
             cast_bytes=0 if self.widened else self.fixed.cast_bytes,
-            context=min(self.context_length, DEFAULT_CONTEXT if self.context is None else self.context),
+            context=min(self.context_length, DEFAULT_CONTEXT if wanted is None else wanted),
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),
             float32=self.fixed.float32,
             memory_bytes=memory_bytes,

@@ -14,12 +14,13 @@ from edge0_train.config import Config
 
 def print_plan(config: Config, facts: Mapping[str, Any]) -> None:
     """Print what is about to happen, before anything does; a value may have several lines."""
-    tier = config.tier
+    tier, sticky = config.tier, config.tier.router.sticky
     head = {
         "phase": f"{config.phase}, tier {tier.name}, seed {config.seed}",
         "base": f"{config.base.directory} ({config.base.dtype} on {config.base.device})",
         "routing": f"K={tier.k} of {tier.num_experts} (base K={tier.base_k}), {tier.router.kind}, layers"
-        f" {tier.consumers[0]}..{tier.consumers[-1]} predicted",
+        f" {tier.consumers[0]}..{tier.consumers[-1]} predicted"
+        + (f", sticky (bias {sticky.bias:g}, window {sticky.window})" if sticky else ""),
         "teacher": f"{config.teacher.directory or 'not set'}, native at K={tier.base_k}",
         "run": f"{config.run_dir} (all settings: its config.yaml)",
     }

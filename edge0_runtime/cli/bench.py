@@ -8,7 +8,7 @@ import json
 import sys
 
 from edge0_runtime.arms import ARMS, arm_class
-from edge0_runtime.cli.options import add_engine_options, load_engine, unicode_text
+from edge0_runtime.cli.options import add_engine_options, at_least_one, load_engine, unicode_text
 
 HELP = "measure speed and memory"
 PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blue and sunsets are red.")
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="compare these on the same tokens, there and back; the last is the measure",
     )
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="with --arms: times there and back")
+    parser.add_argument("--rounds", type=at_least_one, default=2, metavar="N", help="with --arms: times there and back")
     parser.add_argument(
         "--page-cache", choices=("keep", "run", "token"), default="keep",
         help="with --arms: leave it, or drop the experts' files before each run or each token",

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from edge0_runtime.cli.options import at_least_one
 from edge0_runtime.contract.tier import Sticky
 
 HELP = "will a model run, and how fast? Loads no weights and downloads none"
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="that it is served with; default: a quarter of the machine's",
     )
-    parser.add_argument("--context", type=int, metavar="N", help="tokens that memory is reserved for (default 4096)")
+    parser.add_argument(
+        "--context", type=at_least_one, metavar="N", help="tokens that memory is reserved for (default 4096)"
+    )
     parser.add_argument("--disk-mib-s", type=_positive, metavar="N", help="speed of the disk; default: measured here")
     parser.add_argument(
         "--probe-dir", type=Path, default=Path(), metavar="DIR",

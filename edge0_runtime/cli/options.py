@@ -77,6 +77,14 @@ def unicode_text(text: str) -> str:
     return text
 
 
+def at_least_one(text: str) -> int:
+    """An argument that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
 def shower(quiet: bool) -> Callable[[str], None]:
     """Prints text as it comes, or nothing."""
     return (lambda _: None) if quiet else (lambda text: print(text, end="", flush=True))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Sticky, Tier, builtin_tier_names
+from edge0_runtime.contract.tier import Sticky, Tier, builtin_tier, builtin_tier_names
 from edge0_runtime.measure.forecast import Band, Forecast, forecast
 from edge0_runtime.measure.subject import Subject, changed
 from edge0_runtime.plan import GIB
 
 WORTH = 1.05  # times as fast, at either end of the band
 STICKY = Sticky(bias=2.0, window=2)
+SUPPOSED = ("k", "sticky", "memory")  # options about adapters, or a machine, that may not be there
+SERVED = ("tier", "memory-budget", "context")  # options that `serve` has too
 
 
 @dataclass(frozen=True)
@@ -30,16 +34,31 @@ class Advice:
         return asdict(self) | {"tokens_per_second": list(self.tokens_per_second)}
 
 
-def advice(what: str, subject: Subject, chosen: Forecast, rows: Sequence[Forecast]) -> list[Advice]:
+class Asked(NamedTuple):
+    """What doctor was asked about, and with which options, by name; None: not given."""
+
+    what: str
+    options: Mapping[str, Any]
+
+    def command(self, name: str, **changed: Any) -> str:
+        """A command of edge0_runtime about the same, with those options that it has too."""
+        changed = {option.replace("_", "-"): value for option, value in changed.items()}
+        options = {option: value for option, value in self.options.items() if name == "doctor" or option in SERVED}
+        options = {option: value for option, value in options.items() if option not in changed} | changed
+        given = ((f"--{option}", str(value)) for option, value in options.items() if value is not None)
+        return shlex.join(["edge0_runtime", name, self.what, *itertools.chain.from_iterable(given)])
+
+
+def advice(asked: Asked, subject: Subject, chosen: Forecast, rows: Sequence[Forecast]) -> list[Advice]:
     """What is worth it, the easiest change first.
 
     Args:
-        what: as doctor was asked. rows: of other budgets. chosen: of the budget that is changed nothing about.
+        rows: of other budgets. chosen: of the budget that is changed nothing about.
     """
     now = chosen.tokens_per_second
     if now is None:
         return []
-    possible = (*_larger_budget(what, subject, rows), *_retrained(what, subject.tier, chosen))
+    possible = (*_larger_budget(asked, subject, rows), *_retrained(asked, subject.tier, chosen))
     return [
         one
         for one in possible
@@ -47,35 +66,51 @@ def advice(what: str, subject: Subject, chosen: Forecast, rows: Sequence[Forecas
     ]
 
 
-def _larger_budget(what: str, subject: Subject, rows: Sequence[Forecast]) -> Iterator[Advice]:
-    command = "serve" if subject.source == "directory" else "doctor"
+def _larger_budget(asked: Asked, subject: Subject, rows: Sequence[Forecast]) -> Iterator[Advice]:
+    here = subject.source == "directory" and not any(asked.options[option] for option in SUPPOSED)
+    name = "serve" if here else "doctor"
     for row in rows[-1:]:
         if row.tokens_per_second is not None:
-            budget = f"--memory-budget {row.plan.budget_bytes / GIB:.4g}"
-            yield Advice(
-                "a larger budget", f"edge0_runtime {command} {shlex.quote(what)} {budget}", row.tokens_per_second
-            )
+            command = asked.command(name, memory_budget=gib_at_least(row.plan.budget_bytes, 4))
+            yield Advice("a larger budget", command, row.tokens_per_second)
 
 
-def _retrained(what: str, tier: Tier, chosen: Forecast) -> Iterator[Advice]:
+def gib_at_least(nbytes: int, digits: int) -> str:
+    """GiB in so many digits, rounded up: a budget may just hold what it is said to hold."""
+    unit = 10.0 ** (math.floor(math.log10(nbytes / GIB)) + 1 - digits)
+    return f"{math.ceil(nbytes / GIB / unit) * unit:.{digits}g}"
+
+
+def _retrained(asked: Asked, tier: Tier, chosen: Forecast) -> Iterator[Advice]:
     """Adapters trained for another router or K. The computing is taken as it is, though a smaller K saves some of it."""
-    other: list[tuple[str, int | None, Sticky | None, str, str]] = []
+    other: list[tuple[str, int | None, Sticky | None]] = []
     if not tier.router.sticky:
-        bias, window = f"{STICKY.bias:g}", STICKY.window
-        settings = f"tier.router.sticky.bias={bias} tier.router.sticky.window={window}"
-        other.append(("sticky routing", None, STICKY, settings, f"--sticky {bias},{window}"))
+        other.append(("sticky routing", None, STICKY))
     if tier.k > 1:
-        other.append((f"K {tier.k // 2}", tier.k // 2, None, f"tier.k={tier.k // 2}", f"--k {tier.k // 2}"))
-    for change, k, sticky, settings, options in other:
+        other.append((f"K {tier.k // 2}", tier.k // 2, None))
+    for change, k, sticky in other:
         try:
             then = changed(tier, k, sticky)
         except Edge0Error:  # not with this family's router
             continue
-        if tier.name in builtin_tier_names():
-            command = f"python -m edge0_train phase=all tier={tier.name} {settings}"
-        else:
-            command = f"edge0_runtime doctor {shlex.quote(what)} {options}"
+        if (command := _training(then)) is None:
+            command = asked.command(
+                "doctor", **({"sticky": f"{STICKY.bias:g},{STICKY.window}"} if sticky else {"k": k})
+            )
         plan = replace(chosen.plan, step_experts=chosen.plan.step_experts * then.k // tier.k)
         speed = forecast(plan, then, chosen.step_seconds, chosen.bytes_per_second).tokens_per_second
         if speed is not None:
             yield Advice(f"{change}, trained for", command, speed)
+
+
+def _training(tier: Tier) -> str | None:
+    """The command that trains the tier, if it is a built-in one but for K and stickiness."""
+    if tier.name not in builtin_tier_names():
+        return None
+    builtin, sticky = builtin_tier(tier.name), tier.router.sticky
+    if changed(builtin, tier.k, sticky) != tier:
+        return None
+    settings = [f"tier.k={tier.k}"] * (tier.k != builtin.k)
+    if sticky != builtin.router.sticky:
+        settings += [f"tier.router.sticky.bias={sticky.bias:g}", f"tier.router.sticky.window={sticky.window}"]
+    return shlex.join(["python", "-m", "edge0_train", "phase=all", f"tier={tier.name}", *settings])

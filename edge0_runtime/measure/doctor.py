@@ -28,9 +28,9 @@ from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.host.disk import depth_sweep
 from edge0_runtime.host.memory import page_cache_bytes
-from edge0_runtime.measure.advice import advice
+from edge0_runtime.measure.advice import Asked, advice, gib_at_least
 from edge0_runtime.measure.compute import step_seconds
-from edge0_runtime.measure.forecast import MOST, forecast, smallest_budget
+from edge0_runtime.measure.forecast import MIB, MOST, forecast, most_context, smallest_budget
 from edge0_runtime.measure.locality import locality
 from edge0_runtime.measure.subject import Subject, open_subject
 from edge0_runtime.model import Model
@@ -66,10 +66,12 @@ def doctor(
         probe_dir: where a file of `read_bytes` is written and read for that, if the model isn't here.
         read_bytes: at most, at every depth.
     """
+    given = None if disk_bytes_per_second is None else f"{disk_bytes_per_second / MIB:.6g}"
     with open_subject(what, tier_name, k, sticky) as subject, contextlib.closing(subject.model(context)) as model:
         disk = [] if disk_bytes_per_second is not None else _disk(subject, model.store, probe_dir, read_bytes)
         if disk:
             disk_bytes_per_second = next(at["bytes_per_second"] for at in disk if at["threads"] == IO_THREADS)
+        load = os.getloadavg()[0]
         with _quiet():
             seconds = step_seconds(subject.checkpoint, subject.tier)
         memory = memory_limit_bytes() if memory_bytes is None else memory_bytes
@@ -79,6 +81,7 @@ def doctor(
             "disk": disk,
             "disk_bytes_per_second": disk_bytes_per_second,
             "step_compute_seconds": seconds,
+            "load_average": load,
             "smallest_budget_bytes": smallest,
         }  # fmt: skip
         if smallest > memory:
@@ -90,10 +93,20 @@ def doctor(
         plans[chosen.slots] = chosen
         rows = [forecast(plans[slots], subject.tier, seconds, disk_bytes_per_second) for slots in sorted(plans)]
         own = next(row for row in rows if row.plan is chosen)
+        longest = most_context(lambda tokens: model.plan_for(chosen.budget_bytes, memory, tokens), model.context_length)
+        options = {
+            "tier": tier_name,
+            "k": k,
+            "sticky": None if sticky is None else f"{sticky.bias:g},{sticky.window}",
+            "memory": None if memory_bytes is None else gib_at_least(memory_bytes, 6),
+            "memory-budget": None if budget_bytes is None else gib_at_least(budget_bytes, 6),
+            "context": context,
+            "disk-mib-s": given,
+        }
         return data | {
-            "budget": own.to_dict(),
+            "budget": own.to_dict() | {"most_context": longest},
             "budgets": [row.to_dict() for row in rows],
-            "advice": [one.to_dict() for one in advice(what, subject, own, rows)],
+            "advice": [one.to_dict() for one in advice(Asked(what, options), subject, own, rows)],
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from edge0_runtime.measure.advice import gib_at_least
 from edge0_runtime.units import MISSING, figures, share, size
 
 COLUMNS = ("budget", "experts", "held already", "loads a token", "bytes a token", "tokens/s", "bound by")
@@ -21,9 +22,9 @@ def doctor_text(data: Mapping[str, Any]) -> str:
         f" {size(data['step_bytes'])} a token if nothing repeats",
         _where(data),
         *_disk(data),
-        "computing, measured here on layers of these shapes:"
-        f" {figures(1e3 * data['step_compute_seconds'], ' ms')} a token",
-        f"memory {size(data['memory_bytes'])}; the smallest budget that works is {size(data['smallest_budget_bytes'])}",
+        _computing(data),
+        f"memory {size(data['memory_bytes'])}; the smallest budget that works is {size(data['smallest_budget_bytes'])}"
+        f" (--memory-budget {gib_at_least(data['smallest_budget_bytes'], 4)})",
     ]
     if data["budget"] is None:
         return "\n".join([*lines, "it won't run: there is less memory than that"])
@@ -47,9 +48,18 @@ def _disk(data: Mapping[str, Any]) -> Iterator[str]:
     for speed in data["disk"]:
         floor = 1e3 * data["step_bytes"] / speed["bytes_per_second"]
         yield (
-            f"disk, {speed['threads']} threads: {size(speed['bytes_per_second'])}/s,"
+            f"disk, {speed['threads']} thread{'s' * (speed['threads'] > 1)}: {size(speed['bytes_per_second'])}/s,"
             f" {figures(speed['ms_per_expert'], ' ms')} an expert, {figures(floor, ' ms')} a token"
         )
+
+
+def _computing(data: Mapping[str, Any]) -> str:
+    found = figures(1e3 * data["step_compute_seconds"], " ms")
+    busy = (
+        f"; the machine is busy (load {figures(data['load_average'])}), so that is too long: ask again when it is quiet"
+    )
+    said = f"computing, measured here on layers of these shapes: {found} a token"
+    return said + busy if data["load_average"] > data["cpus"] else said
 
 
 def _budgets(data: Mapping[str, Any]) -> Iterator[str]:
@@ -61,8 +71,8 @@ def _budgets(data: Mapping[str, Any]) -> Iterator[str]:
             _band(row["bytes_per_token"][::-1], size),
             _band(row["tokens_per_second"], figures),
         ]
-        asked = ", as asked" * (row == data["budget"])
-        table.append([size(row["budget_bytes"]), str(row["experts_held"]), *cells, row["bound"] + asked])
+        asked = ", as asked" * (row["experts_held"] == data["budget"]["experts_held"])
+        table.append([size(row["budget_bytes"]), str(row["experts_held"]), *cells, (row["bound"] or MISSING) + asked])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         yield "  ".join(cell.rjust(width) for cell, width in zip(line[:-1], widths[:-1], strict=True)) + "  " + line[-1]
@@ -73,18 +83,24 @@ def _locality(data: Mapping[str, Any]) -> Iterator[str]:
     bias, window = record["sticky"]["bias"], record["sticky"]["window"]
     how = f"sticky routing of bias {bias:g} and window {window}" if window else "routing that isn't sticky"
     yield (
-        f"held already: by chance alone, to as recorded on {record['tier']} with K {record['k']} and {how};"
-        " another model's lies elsewhere"
+        "held already: of a token's experts, those still in memory from earlier tokens; from what chance gives to what was"
+        f" recorded on {record['tier']} (K {record['k']}, {how})"
     )
-    yield "tokens/s: reading and computing one after the other, to only the longer of both"
+    yield "tokens/s: from reading and computing one after the other, to both at once"
 
 
 def _context(budget: Mapping[str, Any]) -> str:
     """What a conversation's length costs of the budget that was asked about."""
     return (
         f"context: {budget['context']:,} tokens are reserved; each 1,000 more take the room of"
-        f" {figures(budget['experts_per_1000_tokens'])} experts, and {budget['most_context']:,} leave one token's"
+        f" {figures(budget['experts_per_1000_tokens'])} experts; {_longest(budget)}"
     )
+
+
+def _longest(budget: Mapping[str, Any]) -> str:
+    needed = f"the {budget['step_experts']} experts that a token needs"
+    longest: int = budget["most_context"]
+    return f"up to {longest:,} leave room for {needed}" if longest else f"{needed} don't fit beside any"
 
 
 def _advice(advice: Sequence[Mapping[str, Any]]) -> Iterator[str]:

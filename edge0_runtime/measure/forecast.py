@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from edge0_runtime.activations import KV_STEP
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.measure.locality import locality
@@ -72,23 +73,19 @@ class Forecast:
         return Band(1 / (self.step_seconds + worst), 1 / max(self.step_seconds, best))
 
     @property
-    def bound(self) -> str:
-        """What decides the best of the band."""
-        return "disk" if self.disk_seconds is not None and self.disk_seconds.best > self.step_seconds else "computing"
-
-    @property
-    def most_context(self) -> int:
-        """Tokens whose keys and values fit if no more than one token's experts are held beside them."""
-        spare = max(0, self.plan.slots - self.plan.step_experts) * self.plan.slot_nbytes
-        return self.plan.context + spare // self.plan.token_bytes
+    def bound(self) -> str | None:
+        """What decides the best of the band; None where the disk's speed isn't known."""
+        if self.disk_seconds is None:
+            return None
+        return "disk" if self.disk_seconds.best > self.step_seconds else "computing"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return {
             "budget_bytes": self.plan.budget_bytes,
             "experts_held": self.plan.slots,
+            "step_experts": self.plan.step_experts,
             "context": self.plan.context,
-            "most_context": self.most_context,
             "experts_per_1000_tokens": 1000 * self.plan.token_bytes / self.plan.slot_nbytes,
             "hit_share": list(self.hits),
             "loads_per_token": list(self.loads),
@@ -122,3 +119,23 @@ def smallest_budget(plan_for: Callable[[int, int], Plan]) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if works(middle) else (middle, high)
     return high * MIB
+
+
+def most_context(plan_for: Callable[[int], Plan], limit: int) -> int:
+    """The longest context up to `limit` beside which `plan_for(context)` holds one token's experts; 0: none.
+
+    In steps of those by which the caches grow.
+    """
+
+    def fits(steps: int) -> bool:
+        try:
+            plan = plan_for(min(steps * KV_STEP, limit))
+        except Edge0Error:
+            return False
+        return plan.slots >= plan.step_experts
+
+    low, high = 0, -(-limit // KV_STEP) + 1  # high is too long
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return min(low * KV_STEP, limit)

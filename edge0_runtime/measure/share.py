@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,16 @@ from edge0_runtime.contract.code_version import code_commit, tool_version
 from edge0_runtime.contract.machine import cpu_count, cpu_name, memory_limit_bytes
 from edge0_runtime.engine import Engine
 from edge0_runtime.host.disk import disk_speed
+from edge0_runtime.measure.bench import PageCache
 from edge0_runtime.units import MISSING, figures, share, size
 
 WIDTH = 100
 PROBED_BYTES = 2**26
+PAGES: dict[PageCache, str] = {
+    "keep": "as it was",
+    "run": "dropped before each run",
+    "token": "dropped before each token",
+}
 FIGURES: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
     ("tokens/s", "decode_tokens_per_second", figures),
     ("ms a step", "decode_step_ms_p50", figures),
@@ -36,12 +43,12 @@ def share_block(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:
         "machine": f"{cpu_name()}, {cpu_count()} CPUs, memory {size(memory_limit_bytes())}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
         "mlx": f"{row['versions']['mlx']}, mlx-lm {row['versions']['mlx-lm']}, device {row['device']}",
-        "disk": f"{_disk(engine)}; page cache: {row['page_cache']}",
+        "disk": f"{_disk(engine)}; page cache {PAGES[row['page_cache']]}",
         "model": _model(engine),
         "budget": _budget(rows),
         "runs": _runs(rows),
     }
-    lines = [f"{name:<8} {text}"[:WIDTH] for name, text in facts.items()]
+    lines = [textwrap.fill(f"{name:<8} {text}", WIDTH, subsequent_indent=9 * " ") for name, text in facts.items()]
     return "\n".join([*lines, "", *_table(rows)])
 
 

@@ -67,9 +67,14 @@ def open_subject(what: str, tier_name: str | None, k: int | None, sticky: Sticky
     with tempfile.TemporaryDirectory() as folder:
         directory, tier = Path(folder), None
         source: Literal["directory", "tier", "hub"] = "tier"
+        named = what in builtin_tier_names() or what.endswith(".yaml")
+        if named and tier_name is not None and not Path(what).is_dir():
+            raise Edge0Error(
+                f"tier: {what} is a tier already, so --tier {tier_name} has no meaning; leave one of them out"
+            )
         if Path(what).is_dir():
             source, directory = "directory", Path(what)
-        elif what in builtin_tier_names() or what.endswith(".yaml"):
+        elif named:
             tier = read_tier(what)
             write_outline(directory, outline_of_tier(tier))
         elif found := HUB_ID.fullmatch(what):

@@ -53,7 +53,7 @@ def main() -> None:
     """Run the seeds (none with --report), and print the table over all that lies in --out."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    out = arguments.out.resolve()
+    out = (arguments.out or Path("runs/sticky-chain" if arguments.chain else "runs/sticky")).resolve()
     for seed in [] if arguments.report else arguments.seeds:
         of_seed = Seed(out, seed, arguments.rows, arguments.set, chain=arguments.chain)
         of_seed.run([Arm.parse(text) for text in arguments.arms])
@@ -146,7 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=ROWS, metavar="N", help="held-out prompts")
     parser.add_argument("--chain", action="store_true", help="on chains of 30 steps instead of short tasks")
     parser.add_argument("--report", action="store_true", help="only the table and the plot")
-    parser.add_argument("--out", type=Path, default=Path("runs/sticky"))
+    parser.add_argument("--out", type=Path, help="default: runs/sticky, with --chain runs/sticky-chain")
     add_settings(parser)
     return parser.parse_args()
 

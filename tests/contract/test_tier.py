@@ -204,6 +204,7 @@ def test_a_token_aware_head_has_the_token_as_one_more_input(nano, data):
 
 def test_people_are_told_of_token_aware_heads(nano, data):
     assert "token-aware" not in tier_text(describe_tier(nano))
+    assert "mass_k 0, sticky (bias 0.0, window 0)\n" in tier_text(describe_tier(nano))
     assert "first token gate, token-aware\n" in tier_text(describe_tier(Tier.from_dict(data | {"token_aware": True})))
 
 

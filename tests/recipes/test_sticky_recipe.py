@@ -167,6 +167,18 @@ def test_chains_have_the_settings_of_their_recipe(ran: list[Config], monkeypatch
     assert (found["on_policy"].optim.steps, found["on_policy"].optim.rows) == (24, 16)
 
 
+def test_chains_and_short_tasks_share_no_folder(
+    ran: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for more, folder in (([], "sticky"), (["--chain"], "sticky-chain")):
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["x", "--arms", "4", *more])
+        recipe.main()
+        assert len(ran) == 6, "nothing of the other is taken for done"
+        assert all(Path(config.run_dir).is_relative_to(tmp_path / "runs" / folder) for config in ran)
+
+
 # -- the table
 
 

@@ -281,7 +281,17 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run, tiny_dir, arguments, wor
     assert last.startswith("error: ") and words in last
 
 
-@pytest.mark.parametrize("arguments", [(), ("generate", "x"), ("generate", "x", "--prompt-ids", "1,a"), ("dance",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("generate", "x"),
+        ("generate", "x", "--prompt-ids", "1,a"),
+        ("dance",),
+        ("bench", "x", "--rounds", "0"),
+        ("doctor", "nano", "--context", "0"),
+    ],
+)
 def test_arguments_that_make_no_command_end_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(list(arguments))

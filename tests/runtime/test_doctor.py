@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Sticky, builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure import doctor as module
+from edge0_runtime.measure.advice import gib_at_least
 from edge0_runtime.measure.compute import step_seconds
 from edge0_runtime.measure.doctor import doctor
 from edge0_runtime.measure.doctor_text import doctor_text
@@ -52,9 +55,10 @@ def test_the_budgets_of_a_directory_are_those_of_the_engine(tiny_dir: Path, budg
     assert "32 experts of 13.5 KiB in 9 ranges" in doctor_text(data)
     assert [row["experts_held"] for row in data["budgets"]] == sorted({row["experts_held"] for row in data["budgets"]})
     assert data["budgets"][-1]["experts_held"] == 32
-    assert data["advice"][0]["command"] == (
-        f"edge0_runtime serve {tiny_dir} --memory-budget {data['budgets'][-1]['budget_bytes'] / GIB:.4g}"
-    )
+    command, _, larger = data["advice"][0]["command"].rpartition(" ")
+    assert command == f"edge0_runtime serve {tiny_dir} --memory-budget"
+    with Engine.load(tiny_dir, memory_budget=float(larger)) as engine:
+        assert engine.model.plan is not None and engine.model.plan.full
 
 
 def test_a_tier_by_name_is_what_its_directory_would_be(tmp_path: Path) -> None:
@@ -78,6 +82,7 @@ def test_the_smallest_budget_is_the_last_that_the_planner_takes(tiny_dir: Path) 
     assert smallest_budget(plan_for) == math.ceil(1_234_567_890 / 2**20) * 2**20
     smallest = doctor(str(tiny_dir), disk_bytes_per_second=1e6)["smallest_budget_bytes"]
     Engine.load(tiny_dir, memory_budget=smallest / GIB).close()
+    assert gib_at_least(1_600_126_977, 4) == "1.491"  # 1.49023... GiB
     if smallest > 2**20:
         with pytest.raises(Edge0Error, match=r"memory_budget: .* hold no expert"):
             Engine.load(tiny_dir, memory_budget=(smallest - 2**20) / GIB)
@@ -106,10 +111,10 @@ def test_a_token_takes_between_the_longer_of_reading_and_computing_and_their_sum
     row = Forecast(a_plan(20), 0.1, 1000.0, Band(0.25, 0.5))
     assert row.loads == (6.0, 4.0) and row.nbytes == (600.0, 400.0) and row.disk_seconds == (0.6, 0.4)
     assert row.tokens_per_second == pytest.approx((1 / 0.7, 1 / 0.4)) and row.bound == "disk"
-    assert row.most_context == 50 + 12 * 120 // 3
     row = Forecast(a_plan(20), 0.5, 1000.0, Band(0.25, 0.5))
     assert row.tokens_per_second == pytest.approx((1 / 1.1, 1 / 0.5)) and row.bound == "computing"
-    assert Forecast(a_plan(20), 0.5, None, Band(0.25, 0.5)).tokens_per_second is None
+    unknown = Forecast(a_plan(20), 0.5, None, Band(0.25, 0.5))
+    assert unknown.tokens_per_second is None and unknown.bound is None
     assert Forecast(a_plan(40), 0.5, None, Band(1.0, 1.0)).tokens_per_second == (2.0, 2.0)
 
 
@@ -130,7 +135,9 @@ def test_what_is_held_lies_between_chance_and_what_was_recorded() -> None:
 def test_too_little_memory_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "35b", "--memory", "1", "--disk-mib-s", "1000"]) == 1
     said = capsys.readouterr().out
-    assert "it won't run" in said and re.search(r"smallest budget that works is 1\.\d+ GiB", said)
+    found = re.search(r"smallest budget that works is 1\.\d+ GiB \(--memory-budget (1\.\d+)\)", said)
+    assert "it won't run" in said and found
+    assert main(["doctor", "35b", "--memory", "16", "--disk-mib-s", "1000", "--memory-budget", found[1]]) == 0
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,7 @@ def test_too_little_memory_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
         (["nano", "--memory-budget", "0.001"], "hold no expert"),
         (["nano", "--probe-dir", "/nowhere"], "/nowhere"),
         (["nano", "--k", "33"], "tier.k"),
+        (["nano", "--tier", "35b"], "nano is a tier already, so --tier 35b has no meaning"),
     ],
 )
 def test_what_is_wrong_is_a_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +167,62 @@ def test_a_longer_context_leaves_room_for_fewer_experts() -> None:
 def test_a_base_of_no_known_tier_asks_for_one(base_dir: Path) -> None:
     with pytest.raises(Edge0Error, match=r"no adapter file there names a tier.*--tier FILE\.yaml"):
         doctor(str(base_dir), disk_bytes_per_second=1e6)
+
+
+def test_advice_keeps_what_was_asked(tiny_dir: Path, budget: Callable[..., float]) -> None:
+    path, gib = str(tiny_dir), round(budget(tiny_dir, 11), 6)
+
+    def commands(**supposed: Any) -> dict[str, str]:
+        asked: dict[str, Any] = {"tier_name": "tiny", "context": 4000, "disk_bytes_per_second": 2**10}
+        data = doctor(path, budget_bytes=int(gib * GIB), **asked, **supposed)
+        return {one["change"]: one["command"] for one in data["advice"]}
+
+    served = commands()["a larger budget"]
+    assert served.startswith(f"edge0_runtime serve {path} --tier tiny --context 4000 --memory-budget ")
+    given = f"--tier tiny --memory-budget {gib:.6g} --context 4000 --disk-mib-s 0.000976562"
+    smaller = commands()["K 1, trained for"]
+    assert smaller == f"edge0_runtime doctor {path} {given} --k 1" and main(shlex.split(smaller)[1:]) == 0
+    assert commands(memory_bytes=GIB)["a larger budget"].startswith(
+        f"edge0_runtime doctor {path} --tier tiny --memory 1 "
+    )
+
+
+def test_the_command_that_trains_has_all_that_was_asked_about() -> None:
+    asked: dict[str, Any] = {"memory_bytes": 16 * GIB, "disk_bytes_per_second": 1e6}
+    trains = "python -m edge0_train phase=all tier=35b"
+    sticky = "tier.router.sticky.bias=2 tier.router.sticky.window=2"
+    of_k8 = [one["command"] for one in doctor("35b", k=8, **asked)["advice"]]
+    assert f"{trains} tier.k=8 {sticky}" in of_k8 and trains in of_k8  # K 4 is the tier's own
+    of_sticky = [one["command"] for one in doctor("35b", sticky=Sticky(2.0, 2), **asked)["advice"]]
+    assert f"{trains} tier.k=2 {sticky}" in of_sticky
+
+
+@pytest.mark.parametrize("budget_gib", [1.6, 4.0])
+def test_the_longest_context_is_the_planners(budget_gib: float) -> None:
+    """At 8b its activations grow faster than what it keeps; 1.6 GiB hold less than a token's experts beside any."""
+    asked: dict[str, Any] = {
+        "budget_bytes": int(budget_gib * GIB),
+        "memory_bytes": 16 * GIB,
+        "disk_bytes_per_second": 1e9,
+    }
+    for tier in ("35b", "8b"):
+        found = doctor(tier, **asked)
+        longest, needed = found["budget"]["most_context"], found["budget"]["step_experts"]
+        if not longest:
+            assert doctor(tier, context=1, **asked)["budget"]["experts_held"] < needed
+            assert f"the {needed} experts that a token needs don't fit beside any" in doctor_text(found)
+            continue
+        at = doctor(tier, context=longest, **asked)["budget"]
+        assert at["context"] == longest and at["experts_held"] >= needed
+        with contextlib.suppress(Edge0Error):
+            longer = doctor(tier, context=longest + 256, **asked)["budget"]
+            assert longer["experts_held"] < needed or longer["context"] == longest  # the model takes no longer one
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for load, busy in ((0.1, False), (1e3, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert ("the machine is busy" in doctor_text(doctor("nano", disk_bytes_per_second=1e9))) == busy
 
 
 # -- what is measured here -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from edge0_runtime.cli import main
 from edge0_runtime.engine import Engine
+from edge0_runtime.measure import share
 from edge0_runtime.measure.share import WIDTH, share_block
 
 
@@ -28,6 +29,20 @@ def test_the_block_has_the_settings_and_names_no_place_and_nobody(
     assert [line.split()[0] for line in lines[-2:]] == ["prerouter", "on_demand"]
     for secret in (str(tiny_dir), tiny_dir.name + "/", str(Path.home()), platform.node(), getpass.getuser() + "@"):
         assert secret not in block
+
+
+def test_what_is_long_goes_on_below(
+    tiny_dir: Path, budget: Callable[..., float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(share, "WIDTH", 40)
+    gib = str(budget(tiny_dir, 12))
+    assert (
+        main(["bench", str(tiny_dir), "--share", "--memory-budget", gib, "--max-tokens", "2", "--prompt", "1+1"]) == 0
+    )
+    facts = capsys.readouterr().out.partition("\n\n")[0]
+    assert max(map(len, facts.splitlines())) <= 40
+    for told in ("2 predicted, not sticky, with LoRA", "page cache as it was", "medians, and (least..most)"):
+        assert told in " ".join(facts.split())
 
 
 def test_an_arm_is_shown_by_its_medians(tiny_dir: Path, budget: Callable[..., float]) -> None:

@@ -25,6 +25,7 @@ from edge0_train.phases.export import export
 from edge0_train.phases.head_distill import head_distill
 from edge0_train.phases.student_sft import _plan, student_sft
 from edge0_train.plan import lora_modules
+from edge0_train.report import print_plan
 from edge0_train.run import Run
 from tests.train.conftest import task_rows
 
@@ -119,6 +120,12 @@ def test_dry_runs_after_the_phases_say_what_they_found(make_config, tmp_path, ca
         assert function(config, Run(tmp_path / "run", config)) == {}
         plan = capsys.readouterr().out
         assert all(word in plan for word in words), plan
+
+
+def test_a_plan_says_how_sticky_routing_is(make_config, capsys):
+    for settings, said in (([], " predicted\n"), (["experiment=sticky"], " predicted, sticky (bias 2, window 2)\n")):
+        print_plan(make_config("student_sft", *settings), {})
+        assert said in capsys.readouterr().out
 
 
 def test_an_export_is_planned_in_the_dtype_that_it_computes_in(make_config):
