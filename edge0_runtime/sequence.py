@@ -178,7 +178,7 @@ class Sequence:
     def flush(self, *arrays: mx.array, final: bool = False) -> None:
         """A step's one evaluation: its logits, `arrays` that depend on them, and what is foreseen of the coming step.
 
-        Reads of the coming step's experts then begin, as far as the arm knows them; not behind the `final` step, which none follows.
+        Reads of the coming step's experts then begin, as far as the arm knows them; none where it is `final`: no step will come.
         """
         last, (coming, token) = self.last, self._foreseen()
         assert last is not None  # what is foreseen comes after a pass
