@@ -187,10 +187,8 @@ def make_plan(
         # A step that is built before its token is known needs the whole embedding, so without it never all experts are held.
         most, room = experts - bool(embedding_bytes), budget_bytes - known
         chunk = next((chunk for chunk in chunks if passes[chunk] <= room * PASS_SHARE), chunks[-1])
-        width = (
-            chunk
-            + int(WIDTH_SHARE * (room - passes[chunk] - one_slot)) // (tier.hidden_size * float_bytes) // chunk * chunk
-        )
+        behind = int(WIDTH_SHARE * (room - passes[chunk] - one_slot)) // (tier.hidden_size * float_bytes)
+        width = chunk + min(behind, max(0, context - chunk) + chunk - 1) // chunk * chunk  # no wider than the context
         workspace = passes[chunk] + (width - chunk) * tier.hidden_size * float_bytes
         widened, slots = 0, min(most, (room - workspace) // one_slot)
     plan = Plan(

@@ -98,14 +98,14 @@ def decode(
             mx.async_eval(*choice)
             following = _choose(sequence, sequence.run(), sample)
             mx.async_eval(*following)
-        token, logprob = _read(sequence, choice, ahead)
+        token, logprob = _read(sequence, choice, ahead, final=index + 1 == max_tokens)
         finish = _finish(token in stop_ids, index + 1 == max_tokens)
         experts = sequence.last.executed() if trace and sequence.last else None
         logits = np.array(choice.logits_V.astype(mx.float32)) if trace else None
         yield Token(index, token, logprob, finish, experts, logits)
         if finish is not None:
             return
-        choice = following or _choose(sequence, sequence.decode(token), sample)
+        choice = following or _choose(sequence, sequence.decode(token, final=index + 2 == max_tokens), sample)
 
 
 def _choose(sequence: Sequence, logits_V: mx.array, sample: Sampler) -> _Choice:
@@ -115,12 +115,12 @@ def _choose(sequence: Sequence, logits_V: mx.array, sample: Sampler) -> _Choice:
     return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
 
 
-def _read(sequence: Sequence, choice: _Choice, ahead: bool) -> tuple[int, float]:
+def _read(sequence: Sequence, choice: _Choice, ahead: bool, *, final: bool) -> tuple[int, float]:
     """Token and log-probability: a step's one evaluation, what is foreseen of the next one included."""
     if ahead:
         mx.eval(*choice)
     else:
-        sequence.flush(*choice)
+        sequence.flush(*choice, final=final)
     if not choice.finite.item():
         raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
     return int(choice.token), float(choice.logprob)

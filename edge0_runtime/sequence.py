@@ -175,10 +175,10 @@ class Sequence:
         self._model.arm.foresee(self.last, step)
         return step
 
-    def flush(self, *arrays: mx.array) -> None:
+    def flush(self, *arrays: mx.array, final: bool = False) -> None:
         """A step's one evaluation: its logits, `arrays` that depend on them, and what is foreseen of the coming step.
 
-        Reads of the coming step's experts then begin, as far as the arm knows them.
+        Reads of the coming step's experts then begin, as far as the arm knows them; none where it is `final`: no step will come.
         """
         last, (coming, token) = self.last, self._foreseen()
         assert last is not None  # what is foreseen comes after a pass
@@ -188,7 +188,7 @@ class Sequence:
         self._check_files()
         self._settle()
         coming.trail = None if last.trail is None else hash((last.trail, int(token)))
-        coming.memory = self._model.memory
+        coming.memory = None if final else self._model.memory
         coming.flushed = True
         if self._model.memory is not None:
             self._model.memory.turn()
@@ -201,13 +201,17 @@ class Sequence:
         self._model.predicted_steps += bool(step.foreseen)
         return logits
 
-    def decode(self, token_id: int) -> mx.array:
-        """All of it for a token that is known: logits [vocabulary] for the next, not evaluated yet."""
+    def decode(self, token_id: int, *, final: bool = False) -> mx.array:
+        """All of it for a token that is known: logits [vocabulary] for the next, not evaluated yet.
+
+        `final`: no step will follow this one, so nothing is read for it.
+        """
         if self.coming is None or self.coming.token is None or self.coming.token.item() != token_id:
             self.foresee(mx.array(token_id))
         assert self.coming is not None
         if not self.coming.flushed:
             self.flush()
+        self.coming.final = final
         return self.run()
 
     # -- snapshots -----------------------------------------------------------------------------------------------------

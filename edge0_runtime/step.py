@@ -43,7 +43,7 @@ class Step:
         whole_layers, again: `experts.streaming.Pass`; so are staged, guessed, expected, chosen and ran.
         foreseen: layer -> its routing, known before the layer below has run.
         ahead: stacked, what the arm foresaw and its hints go by; to be evaluated with the flush.
-        flushed: the flush before this step has taken place.
+        flushed: the flush before this step has taken place. final: none will follow it, so nothing is read for the next.
         routings: layer -> what routed it.
         inputs: layer -> [D], its MoE input at the last token, where the arm keeps it.
         own: layer -> [<=2, K], what its own gate chooses at the last two tokens, where the arm keeps it; own_by: by which
@@ -67,6 +67,7 @@ class Step:
     foreseen: dict[int, Routing] = field(default_factory=dict)
     ahead: Routing | None = None
     flushed: bool = False
+    final: bool = False
     staged: dict[int, np.ndarray] = field(default_factory=dict)
     guessed: dict[int, np.ndarray] = field(default_factory=dict)
     expected: dict[int, mx.array] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Step:
         """
         if not self.decoding or self.look_ahead is None or self.memory is None:
             return
-        known = self.look_ahead(self, layer)
+        known = None if self.final else self.look_ahead(self, layer)
         if known is not None:
             mx.async_eval(known[1])  # before x: it needs no more than the input of the layer below
         mx.async_eval(x)
@@ -123,7 +124,10 @@ class Step:
             mx.eval(below[1])
             self.memory.release(below[0])
         if known is not None:
-            self.memory.guess(known[0], np.array(known[1]).astype(np.int64), early=True)
+            for above, experts_K in zip(known[0], np.array(known[1]).astype(np.int64), strict=True):
+                # A layer that is routed so in this step will be in the next one: that is no guess.
+                ask = self.memory.want if above in self.staged else self.memory.guess
+                ask([above], experts_K[None], early=True)
 
     def stop(self) -> None:
         """Whatever became of it, nothing computes for it any more, and it holds no slots."""

@@ -254,10 +254,10 @@ class SlotPool:
     # -- slots -----------------------------------------------------------------------------------------------
 
     def _free(self, *, early: bool) -> np.ndarray:
-        """Slots that may be given away, the one to go first in front; `early`: also what is held for the next step."""
+        """Slots that may be given away, the one to go first in front; `early`: behind them what is held for the next step."""
         taken_S = self._loading_S | self._used_S | self._reserved_S
         free = np.flatnonzero(~taken_S if early else ~(taken_S | self._early_S))
-        return free[np.argsort(self._clock_S[free], kind="stable")]
+        return free[np.lexsort((self._clock_S[free], self._early_S[free]))]
 
     def _room(self, count: int, keep_N: np.ndarray, settle: Callable[[], None]) -> np.ndarray:
         """`count` slots for a layer that needs them now, none of them in `keep_N`."""

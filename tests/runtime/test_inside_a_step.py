@@ -67,6 +67,44 @@ def test_the_next_steps_experts_are_asked_for_before_the_flush(
             assert before_the_flush == [([layer], [experts_LK[layer - 1]]) for layer in (1, 2, 3)]
 
 
+def test_what_predicted_layers_need_next_is_asked_for_however_wrong_guesses_for_them_were(
+    tiny_dir: Path,
+    budget: Callable[..., float],
+    prompts: list[list[int]],
+    early: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their own gates were guessed in the first step, which isn't predicted, and in other arms."""
+    monkeypatch.setattr(memory, "LEAST_ACCURACY", 2.0)
+    with Engine.load(tiny_dir, memory_budget=budget(tiny_dir, SLOTS)) as engine:
+        decode(after_prompt(engine, prompts[2], 3), TOKENS[:2])
+        assert [layers for layers, _ in early] == [[1], [2]]  # in the second step; not of layer 3, which chooses itself
+
+
+@pytest.mark.parametrize(("max_tokens", "read_for"), [(1, set()), (4, {-1, 0, 1})])
+def test_nothing_is_read_for_a_step_that_will_not_come(
+    make_dir: Callable[..., Path],
+    budget: Callable[..., float],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    max_tokens: int,
+    read_for: set[int],
+) -> None:
+    """Neither inside the last step nor behind it: what is asked for while step N runs or when it has is for step N + 1."""
+    directory, want = make_dir(first_token="predicted"), ExpertMemory.want
+    with Engine.load(directory, memory_budget=budget(directory, SLOTS)) as engine:
+        running: set[int] = set()
+
+        def spy(held: ExpertMemory, layers: list[int], experts_LK: np.ndarray, **options: bool) -> None:
+            if not options.get("soon"):
+                running.add(engine.model.running.step.index)
+            want(held, layers, experts_LK, **options)
+
+        monkeypatch.setattr(ExpertMemory, "want", spy)
+        list(engine.generate(prompts[2], max_tokens=max_tokens, ignore_eos=True))
+        assert running == read_for
+
+
 def test_heads_that_see_the_token_wait_for_it(
     make_dir: Callable[..., Path], budget: Callable[..., float], prompts: list[list[int]], early: Asked
 ) -> None:

@@ -141,3 +141,15 @@ def test_hidden_states_between_layers_are_part_of_the_plan(tiny_dir: Path) -> No
             assert plan.workspace_bytes + plan.slots * plan.slot_nbytes <= room
             wider += between > 0
     assert wider > 0
+
+
+@pytest.mark.parametrize(("context", "wider"), [(1, False), (200, True)])
+def test_prompts_go_together_as_far_as_the_context_reaches(tiny_dir: Path, context: int, wider: bool) -> None:
+    """Memory for wider ones would be taken from experts in vain."""
+    with Engine.load(tiny_dir, context=context) as engine:
+        model, plan = engine.model, engine.model.plan
+        assert plan is not None
+        known, slot = plan.resident_bytes + plan.adapter_bytes + plan.context_bytes, plan.slot_nbytes
+        plans = [model.plan_for(known + room * slot) for room in range(48, 64)]
+        assert any(plan.prefill_width > plan.prefill_chunk for plan in plans) == wider
+        assert all(plan.prefill_width < context + plan.prefill_chunk for plan in plans)

@@ -46,6 +46,18 @@ def test_what_this_step_needs_takes_slots_of_what_was_read_early(
     assert pool.present(3, np.array([0, 1])).all() and pool.late == 2
 
 
+def test_what_was_read_early_goes_after_all_that_is_free(make_pool: Callable[..., SlotPool], reader: Reader) -> None:
+    """Also where it was used longer ago: layers on their own gates keep theirs for many passes."""
+    pool = make_pool(4)
+    pool.acquire(0, np.array([0, 1]), nothing)
+    pool.release()
+    pool.want([2], np.array([[0, 1]]), early=True)
+    reader.drain()
+    pool.want([1], np.array([[3, 4]]), soon=True)
+    assert pool.present(1, np.array([3, 4])).all() and not pool.present(0, np.array([0, 1])).any()
+    assert pool.present(2, np.array([0, 1])).all()
+
+
 def test_what_is_there_and_needed_again_next_time_goes_before_what_this_step_needs(
     make_pool: Callable[..., SlotPool],
 ) -> None:
