@@ -151,7 +151,8 @@ def plot(found: dict[Arm, dict[int, dict[str, Any]]], file: Path) -> None:
                     x, y, wide, fmt="x" if bent else "o", color=f"C{colour}", label=f"K={k}{', bent' * bent}", capsize=3
                 )
                 for (arm, _), a, b in zip(points, x, y, strict=True):
-                    label = arm.bend or (f"{arm.bias:g},{arm.window}" if arm.window else "none")
+                    rule = f"{arm.bias:g},{arm.window}" if arm.window else "none"
+                    label = f"{rule} {arm.bend}".strip()
                     axes.annotate(label, (a, b), textcoords="offset points", xytext=(4, 4), fontsize=7)
         axes.set_xlabel(f"experts read a token and layer, {size} held")
         axes.set_ylabel("KL to the teacher, nats a token")
