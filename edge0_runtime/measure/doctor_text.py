@@ -24,7 +24,7 @@ def doctor_text(data: Mapping[str, Any]) -> str:
         *_disk(data),
         _computing(data),
         f"memory {size(data['memory_bytes'])}; the smallest budget that works is {size(data['smallest_budget_bytes'])}"
-        f" (--memory-budget {gib_at_least(data['smallest_budget_bytes'], 4)})",
+        f" (--memory-budget {gib_at_least(data['smallest_budget_bytes'], 3)})",
     ]
     if data["budget"] is None:
         return "\n".join([*lines, "it won't run: there is less memory than that"])
