@@ -10,7 +10,6 @@ token to the last, as ratios to the peer's run in the same half round.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
+from edge0_runtime.contract.edge import parser_of
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 
@@ -30,10 +30,7 @@ Decode = Callable[[], Iterable[int]]
 
 def main() -> None:
     """Entry point; the arguments are those of the module's docstring."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model_dir", type=Path, help="int4 base, tokenizer, prerouter and LoRA")
     parser.add_argument("--tokens", type=int, default=128, help="to generate in each run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="there and back (%(default)s)")

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.record import ROOT, Row, add_rows, circumstances, read_rows
 from benchmarks.slow_disk import SlowDisk
+from edge0_runtime.contract.edge import parser_of
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.ab import compare, ratios
 from edge0_runtime.units import MISSING
@@ -66,10 +67,7 @@ class Cell(NamedTuple):
 
 def main() -> None:
     """Entry point; the arguments are those of the module's docstring."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("models", type=Path, help="folder of the checkpoints")
     parser.add_argument("out", type=Path, help="folder of the rows")
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 8], choices=sorted(TOKENS))

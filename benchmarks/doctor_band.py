@@ -5,12 +5,12 @@ python benchmarks/doctor_band.py models/bound-k4 --memory-budget 0.45 --mib-s 40
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from pathlib import Path
 
 from benchmarks.slow_disk import SlowDisk
+from edge0_runtime.contract.edge import parser_of
 from edge0_runtime.engine import Engine
 from edge0_runtime.measure.bench import run
 from edge0_runtime.measure.doctor import doctor
@@ -23,10 +23,7 @@ PREADV = os.preadv
 
 def main() -> None:
     """Print a line for each speed of the disk."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--memory-budget", type=float, required=True, metavar="GIB")
     parser.add_argument("--mib-s", type=float, nargs="+", default=[400.0, 200.0], metavar="N")

@@ -14,9 +14,7 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.record import circumstances
 from benchmarks.slow_disk import SlowDisk
+from edge0_runtime.contract.edge import parser_of
 from edge0_runtime.engine import Engine
 
 ARMS = ("resident", "on_demand", "separate", "prerouter")
@@ -84,10 +84,7 @@ def rows_of(arm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Entry point; the arguments are those of the module's docstring."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--memory-budget", type=float, required=True, metavar="GIB")
     parser.add_argument("--mib-s", type=float, required=True, metavar="N", help="speed of the simulated disk")
@@ -95,8 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--io-threads", type=int, default=2)
     args = parser.parse_args()
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    began = circumstances()
     found = {"resident": rows_of("resident", args)}
     os.preadv = SlowDisk(args.mib_s * 2**20).slowed(os.preadv, int)
     found |= {arm: rows_of(arm, args) for arm in ARMS[1:]}
@@ -106,8 +102,7 @@ def main() -> None:
     }
     for row in itertools.chain.from_iterable(found.values()):
         floor = max(computing[row["prompt_tokens"]], row["bytes"] / args.mib_s / 2**20)
-        facts = {"mib_s": args.mib_s, "commit": commit, "machine": platform.platform(), "floor_seconds": floor}
-        print(json.dumps(facts | row))
+        print(json.dumps(began | {"mib_s": args.mib_s, "floor_seconds": floor} | row))
 
 
 if __name__ == "__main__":

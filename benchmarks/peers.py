@@ -36,6 +36,7 @@ from benchmarks.disk_bound import MIB, PROMPT, STICKY, load, make_checkpoint
 from benchmarks.peer_glue import PEERS, Shape
 from benchmarks.record import Row, add_rows, circumstances, read_rows
 from benchmarks.slow_disk import SlowDisk
+from edge0_runtime.contract.edge import parser_of
 
 K, SLOTS, GIB = 4, 16, 2**30
 OURS = ("on_demand", "lookahead", "prerouter", STICKY)
@@ -43,10 +44,7 @@ OURS = ("on_demand", "lookahead", "prerouter", STICKY)
 
 def main() -> None:
     """Entry point; the arguments are those of the module's docstring."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("models", type=Path, help="folder of the checkpoints")
     parser.add_argument("out", type=Path, help="folder of rows.jsonl and table.md")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="where its package lies")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from edge0_runtime import cli
+from edge0_runtime.contract.edge import parser_of
 
 T = TypeVar("T")
 
@@ -59,10 +60,7 @@ class SlowDisk:
 
 def main() -> int:
     """Entry point; returns the command's exit code."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--mib-s", type=float, required=True, metavar="N", help="speed of the simulated disk")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of edge0_runtime")
     args = parser.parse_args()

@@ -14,7 +14,7 @@ import datetime
 import math
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from edge0_train.base.layout import Target, checkpoint_layout, quantization_bloc
 from edge0_train.base.names import mlx_config, own_fields, tier_config
 from edge0_train.base.quantize_model import COPIED
 from edge0_train.base.shards import SHARD_BYTES, Group, new_directory, write_json, write_shards
+from edge0_train.locality import misses
 from edge0_train.student.router import multi_hot, select
 from edge0_train.student.sticky import Choices, choose, never
 
@@ -287,20 +288,6 @@ def simulated_misses(tier: Tier, strength: float, seed: int, loudness: float) ->
     """Experts that a predicted layer reads a token on average, where each holds the 2 K that it used last."""
     every = [misses(ran_TK.tolist(), 2 * tier.k) for ran_TK in simulated(tier, strength, seed, loudness)]
     return sum(every) / len(every)
-
-
-def misses(ran_TK: Sequence[Sequence[int]], held: int) -> float:
-    """Experts a token that are not among the `held` that were used last."""
-    held_now: dict[int, None] = {}  # the one used longest ago first
-    count = 0
-    for ran_K in ran_TK:
-        count += sum(expert not in held_now for expert in ran_K)
-        for expert in ran_K:
-            held_now.pop(expert, None)
-            held_now[expert] = None
-        for expert in list(held_now)[:-held]:
-            del held_now[expert]
-    return count / len(ran_TK)
 
 
 def simulated(tier: Tier, strength: float, seed: int, loudness: float = 1.0) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ Checked are sizes, the sha256 of all large files, the headers of all shards and 
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import re
 import shutil
@@ -22,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from edge0_runtime.contract.artifacts import KINDS, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
-from edge0_runtime.contract.edge import DEBUG, run_command
+from edge0_runtime.contract.edge import DEBUG, parser_of, run_command
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import atomic_replace, raise_problems, read_text, sha256_file
 from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names
@@ -160,10 +159,7 @@ def check_contents(directory: Path, tier_name: str | None) -> None:
 
 def main() -> None:
     """Entry point; exits with the codes of `edge0_runtime.contract.edge`, and returns when all is there."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "what", help=f"{' | '.join((*PUBLISHED, *TEACHERS))} | owner/name of a repository, with --revision"
     )

@@ -11,11 +11,11 @@ tensor.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
+from edge0_runtime.contract.edge import parser_of
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import read_tier
 from edge0_train.synthetic import calibrate, calibrate_loudness, shrink, with_sticky, write_adapters, write_base
@@ -33,10 +33,7 @@ def rule(text: str) -> tuple[float, int]:
 
 def main() -> None:
     """Entry point; the arguments are those of the module's docstring."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        None, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("tier", help="built-in tier (35b, nano, ...), or a file ending in .yaml")
     parser.add_argument("directory", type=Path, help="must not exist")
     parser.add_argument("--seed", type=int, default=0)

@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("base", "checkpoint", "best", "config", "environment", "foreign", "locking", "stopping"),
         ("student", "run", "report", "machine"),  # the student path, which knows no settings; run directory; printing
         ("data", "tracking"),  # text rows, which are written by a student or teacher; W&B
-        ("losses", "loop"),
+        ("losses", "locality", "loop"),
         ("adapters",),  # files between phases
         ("teacher",),  # which one fits, and what it is called
         ("build", "synthetic", "propose"),  # from settings to models

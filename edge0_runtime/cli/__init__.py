@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from edge0_runtime.cli import bench, chat, doctor, generate, inspect, serve, tiers, verify
-from edge0_runtime.contract.edge import DEBUG, run_command
+from edge0_runtime.contract.edge import DEBUG, parser_of, run_command
 from edge0_runtime.contract.files import printable
 
 # A file is a command: HELP, add_arguments and run. What needs MLX or FastAPI is imported by `run`, so that help, `tiers` and
@@ -53,10 +53,7 @@ def _log_to_stderr() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "edge0_runtime", None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "edge0_runtime")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]

@@ -10,6 +10,7 @@ code  meaning
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
@@ -38,6 +39,14 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.sentence
+
+
+def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command whose module says in its docstring what it does, and behind the first line how."""
+    description, _, epilog = (doc or "").partition("\n\n")
+    return argparse.ArgumentParser(
+        prog, None, description, epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def run_command(command: Callable[[], int | None], *, debug: bool, explain: Sequence[Explain] = ()) -> int:

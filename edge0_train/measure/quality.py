@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from edge0_train.data.health import repetition
-from edge0_train.data.rows import TextRow
+from edge0_train.data.rows import IGNORE, Batch, TextRow
 from edge0_train.data.tasks import is_correct
 from edge0_train.losses import CHUNK
 from edge0_train.measure.bench import Bench, Stage, routing_of, running
 from edge0_train.measure.recall import head_recall
 from edge0_train.objectives.passes import hidden_at_labels, labels_of
-from edge0_train.student import Completion, Decoding, StudentPath, generate
+from edge0_train.student import Completion, Decoding, RoutingPass, StudentPath, generate
 
 
 def measure(bench: Bench, stage: Stage) -> dict[str, float]:
@@ -23,6 +23,32 @@ def measure(bench: Bench, stage: Stage) -> dict[str, float]:
         if stage.heads is not None:
             scores["recall"] = head_recall(path, bench.batches, own=False)["mean"]
         return scores | exact_match(path, stage, bench)
+
+
+@torch.no_grad()
+def row_kl(
+    path: StudentPath, stage: Stage, bench: Bench, look: Callable[[Batch, RoutingPass], None] | None = None
+) -> list[torch.Tensor]:
+    """KL(teacher || stage) in nats at every completion token, float64, a tensor for each row.
+
+    `look` is called with every batch and the pass that has run over it.
+    """
+    found: list[torch.Tensor] = []
+    for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
+        routing = routing_of(path, stage, batch)
+        logp = path.model.lm_head(hidden_at_labels(path, batch, routing)).double().log_softmax(-1)
+        teacher_logp = bench.teacher.model.lm_head(teacher_NH).double().log_softmax(-1)
+        counts = (batch.labels_BT != IGNORE).sum(1).tolist()
+        found += (teacher_logp.exp() * (teacher_logp - logp)).sum(-1).split(counts)
+        if look:
+            look(batch, routing)
+    return found
+
+
+def mean_and_error(sums_R: torch.Tensor, counts_R: torch.Tensor) -> tuple[float, float]:
+    """Of all tokens, given sums and counts by row; the standard error is a ratio's of sums over rows, to first order."""
+    mean = float(sums_R.sum() / counts_R.sum())
+    return mean, float((sums_R - mean * counts_R).square().sum().sqrt() / counts_R.sum())
 
 
 @torch.no_grad()

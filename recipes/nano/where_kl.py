@@ -20,11 +20,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from edge0_train.config import Config, configure
-from edge0_train.data.rows import IGNORE, text_of
+from edge0_train.data.rows import text_of
 from edge0_train.data.tasks import is_correct
-from edge0_train.measure.bench import Bench, Stage, open_bench, routing_of, running
+from edge0_train.measure.bench import Bench, Stage, open_bench, running
+from edge0_train.measure.quality import mean_and_error, row_kl
 from edge0_train.measure.stages import chain_adapters, chain_stages
-from edge0_train.objectives.passes import hidden_at_labels
 from edge0_train.report import table
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -36,29 +36,13 @@ def stages(config: Config, bench: Bench) -> list[Stage]:
     return [Stage(f"int4, K={config.tier.k}", config.tier.k), *(stage for stage in trained if stage.lora is not None)]
 
 
-@torch.no_grad()
-def row_kl(bench: Bench, stage: Stage) -> list[torch.Tensor]:
-    """KL(teacher || stage) in nats at every completion token, float64, a tensor for each row."""
-    found: list[torch.Tensor] = []
-    with running(bench, stage) as path:
-        for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
-            hidden_NH = hidden_at_labels(path, batch, routing_of(path, stage, batch))
-            logp = path.model.lm_head(hidden_NH).double().log_softmax(-1)
-            teacher_logp = bench.teacher.model.lm_head(teacher_NH).double().log_softmax(-1)
-            found += (
-                (teacher_logp.exp() * (teacher_logp - logp)).sum(-1).split((batch.labels_BT != IGNORE).sum(1).tolist())
-            )
-    return found
-
-
 def facts(bench: Bench, stage: Stage) -> dict[str, Any]:
     """One line of the table."""
-    rows = row_kl(bench, stage)
+    with running(bench, stage) as path:
+        rows = row_kl(path, stage, bench)
     every_N = torch.cat(rows).sort(descending=True).values
     sums_R, counts_R = torch.stack([row.sum() for row in rows]), torch.tensor([len(row) for row in rows])
-    mean = float(sums_R.sum() / counts_R.sum())
-    # of a ratio of sums over rows, to first order
-    error = float((sums_R - mean * counts_R).square().sum().sqrt() / counts_R.sum())
+    mean, error = mean_and_error(sums_R, counts_R)
     right_R = torch.tensor(
         [is_correct(row.answer, bench.student.chat.text(row.completion_ids)) for row in bench.rows if row.answer]
     )

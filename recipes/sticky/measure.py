@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from edge0_train.data.rows import IGNORE
+from edge0_train.data.rows import Batch
 from edge0_train.data.tasks import is_correct
+from edge0_train.locality import Locality
 from edge0_train.measure.bench import Bench, Stage, running
-from edge0_train.measure.locality import Locality
-from edge0_train.measure.quality import greedy_answers
-from edge0_train.objectives.passes import hidden_at_labels
+from edge0_train.measure.quality import greedy_answers, row_kl
+from edge0_train.student import RoutingPass
 from recipes.sticky.bends import READ
 
 HELD = (4, 8, 12, 16)
 """Experts held of a layer, of nano's 32."""
 
 
-@torch.no_grad()
 def measure(bench: Bench, stage: Stage) -> dict[str, Any]:
     """By row, so that arms can be compared in pairs, and as means.
 
@@ -27,24 +24,19 @@ def measure(bench: Bench, stage: Stage) -> dict[str, Any]:
         "1" or "0" for the greedy answer. misses: {experts held of a layer: experts read a predicted input and layer}. mean: of
         all that.
     """
-    kl: list[float] = []
-    tokens: list[int] = []
     with running(bench, stage) as path:
         k = path.tier.k
         locality = Locality(path.tier.consumers, [size for size in HELD if size >= k])
-        for batch, teacher_NH in zip(bench.batches, bench.reference, strict=True):
-            routing = path.predicted(batch.decoded_BT)
-            hidden_NH = hidden_at_labels(path, batch, routing)
-            logp = path.model.lm_head(hidden_NH).double().log_softmax(-1)
-            teacher_logp = bench.teacher.model.lm_head(teacher_NH).double().log_softmax(-1)
-            counts = (batch.labels_BT != IGNORE).sum(1).tolist()
-            by_row = (teacher_logp.exp() * (teacher_logp - logp)).sum(-1).split(counts)
-            kl, tokens = kl + [float(row.sum()) for row in by_row], tokens + counts
+
+        def look(batch: Batch, routing: RoutingPass) -> None:
             executed = routing.executed | getattr(path, READ, {})
             assert routing.predicted_BT is not None
             for row, predicted_T in enumerate(routing.predicted_BT):
                 length = int(batch.decoded_BT[row].nonzero().max()) + 1
                 locality.add(executed, row, predicted_T, length)
+
+        rows = row_kl(path, stage, bench, look)
+        kl, tokens = [float(row.sum()) for row in rows], [len(row) for row in rows]
         checked = [row for row in bench.rows if row.answer]
         answers = greedy_answers(path, stage, bench, checked)
         text = bench.student.chat.text

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_train.measure.quality import mean_and_error
 from edge0_train.report import table
 from edge0_train.run import write_jsonl, write_text
 from recipes.sticky.arms import Arm
@@ -55,12 +58,12 @@ def kl_difference(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any
     """In KL a token, on the same rows, over the seeds that both have."""
     means, errors = [], []
     for seed in sorted(one.keys() & other.keys()):
-        tokens_R = one[seed]["tokens"]
-        more_R = [a - b for a, b in zip(one[seed]["kl"], other[seed]["kl"], strict=True)]
-        count, mean = sum(tokens_R), sum(more_R) / sum(tokens_R)
+        more_R = torch.tensor(one[seed]["kl"], dtype=torch.float64) - torch.tensor(
+            other[seed]["kl"], dtype=torch.float64
+        )
+        mean, error = mean_and_error(more_R, torch.tensor(one[seed]["tokens"]))
         means.append(mean)
-        # of a ratio of sums over rows, to first order
-        errors.append(math.sqrt(sum((m - mean * n) ** 2 for m, n in zip(more_R, tokens_R, strict=True))) / count)
+        errors.append(error)
     return _over_seeds(means, errors)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from edge0_train.measure.locality import Locality, Store
+from edge0_train.locality import Locality, Store
 
 
 def plain_misses(sets: list[list[int]], counted: list[bool], held: int) -> int:

@@ -16,10 +16,10 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_train.base.load import load_base
+from edge0_train.locality import misses
 from edge0_train.synthetic import (
     calibrate,
     calibrate_loudness,
-    misses,
     overlapping_heads,
     shrink,
     simulated_overlap,

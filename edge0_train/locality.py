@@ -31,6 +31,12 @@ class Store:
         return read
 
 
+def misses(ran_TK: Sequence[Sequence[int]], held: int) -> float:
+    """Experts a token of one sequence that are not among the `held` that were used last."""
+    store = Store(held)
+    return sum(map(store.use, ran_TK)) / len(ran_TK)
+
+
 class Locality:
     """Misses by number of experts held, over sequences one after the other, as a server meets them: nothing is forgotten between.
 
