@@ -14,7 +14,7 @@ import datetime
 import math
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -243,14 +243,18 @@ def calibrate(tier: Tier, overlap: float, seed: int) -> float:
 
     Raises Edge0Error naming the range that can be had.
     """
-    low, high = 0.0, 32.0
-    least, most = simulated_overlap(tier, low, seed), simulated_overlap(tier, high, seed)
-    if not least <= overlap <= most:
-        raise Edge0Error(f"overlap: {overlap} cannot be had with K={tier.k}; choose from {least:.3f} to {most:.3f}")
-    for _ in range(16):
-        middle = (low + high) / 2
-        low, high = (middle, high) if simulated_overlap(tier, middle, seed) < overlap else (low, middle)
-    return (low + high) / 2
+
+    def had(strength: float) -> float:
+        return simulated_overlap(tier, strength, seed)
+
+    return _where(
+        had,
+        overlap,
+        (0.0, 32.0),
+        lambda low, high: (low + high) / 2,
+        16,
+        f"overlap: {overlap} cannot be had with K={tier.k}",
+    )
 
 
 def calibrate_loudness(tier: Tier, sticky: Tier, strength: float, share: float, seed: int) -> float:
@@ -258,21 +262,32 @@ def calibrate_loudness(tier: Tier, sticky: Tier, strength: float, share: float, 
 
     Raises Edge0Error naming the range that can be had.
     """
+    plain = simulated_misses(tier, strength, seed, 1.0)
 
     def left(loudness: float) -> float:
         return simulated_misses(sticky, strength, seed, loudness) / plain
 
-    plain = simulated_misses(tier, strength, seed, 1.0)
-    low, high = 2.0**-4, 2.0**6
-    least, most = left(low), left(high)
-    if not least <= share <= most:
-        raise Edge0Error(
-            f"misses: {share} of the plain tier's cannot be had with this rule; choose from {least:.3f} to {most:.3f}"
-        )
-    for _ in range(10):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if left(middle) < share else (low, middle)
-    return math.sqrt(low * high)
+    refusal = f"misses: {share} of the plain tier's cannot be had with this rule"
+    return _where(left, share, (2.0**-4, 2.0**6), lambda low, high: math.sqrt(low * high), 10, refusal)
+
+
+def _where(
+    had: Callable[[float], float],
+    wanted: float,
+    between: tuple[float, float],
+    middle: Callable[[float, float], float],
+    steps: int,
+    refusal: str,
+) -> float:
+    """Where a rising function has the `wanted` value, by halving the range. Raises Edge0Error if it lies outside."""
+    low, high = between
+    least, most = had(low), had(high)
+    if not least <= wanted <= most:
+        raise Edge0Error(f"{refusal}; choose from {least:.3f} to {most:.3f}")
+    for _ in range(steps):
+        centre = middle(low, high)
+        low, high = (centre, high) if had(centre) < wanted else (low, centre)
+    return middle(low, high)
 
 
 def simulated_overlap(tier: Tier, strength: float, seed: int) -> float:
