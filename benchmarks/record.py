@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from edge0_runtime.contract.code_version import code_commit
+from edge0_runtime.contract.machine import cpu_count, cpu_name
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
 
 
 def circumstances() -> Row:
-    """Of a run that is about to begin: commit, machine, time, and the load averages before it (1, 5, 15 minutes)."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return {"commit": described.stdout.strip(), "machine": machine(), "load": os.getloadavg()}
+    """Of a run that is about to begin: commit, machine, and the load averages before it (1, 5, 15 minutes)."""
+    return {"commit": code_commit(), "machine": machine(), "load": os.getloadavg()}
 
 
 def machine() -> str:
     """Processor, cores and system."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = cpuinfo.read_text().split("model name\t: ")[1:] if cpuinfo.exists() else []
-    return f"{names[0].splitlines()[0] if names else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
+    return f"{cpu_name()}, {cpu_count()} cores, {platform.system()}"
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -3,12 +3,12 @@
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
 
+from edge0_runtime.contract.machine import cpu_name
 from edge0_runtime.contract.tier import Tier
 from recipes.nano.teacher.families import FAMILIES
 from recipes.nano.teacher.optimiser import ADAMW_LR, MUON_LR, WARMUP
@@ -96,9 +96,3 @@ in training were at most {longest} tokens. Another CPU type, version or thread c
 ## License
 Apache-2.0
 """
-
-
-def cpu_name() -> str:
-    """The processor's name on Linux, elsewhere its architecture."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
