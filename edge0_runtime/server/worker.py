@@ -151,8 +151,10 @@ class Worker:
             end = _generate(self._engine, job)
         except BaseException as problem:
             log.exception("request %s failed", job.id)
+            ends_thread = not isinstance(problem, Exception)  # SystemExit and the like
+            self._stopped |= ends_thread  # before the client hears of it: it may ask for /health next
             job.emit(Failed())
-            if not isinstance(problem, Exception):  # SystemExit and the like end the thread
+            if ends_thread:
                 raise
         else:
             job.emit(end)
