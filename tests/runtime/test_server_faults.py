@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import socket
 from collections.abc import Callable
 
 import httpx
 import pytest
 
-from edge0_runtime.server.worker import MAX_WAITING
+from edge0_runtime.sampling import Sampling
+from edge0_runtime.server.worker import MAX_WAITING, Failed, Job, Worker
 from tests.runtime.scripted_server import (
     HELLO,
     URL,
@@ -54,6 +57,17 @@ def test_when_the_thread_dies_health_says_so():
         response = ask(client)
         assert response.status_code == 503
         assert error_of(response)["code"] == "engine_ended"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dying_thread_takes_no_more_jobs_when_its_last_client_hears_of_it():
+    worker = Worker(FakeEngine(fail_at=0, problem=SystemExit(3)))
+    heard = queue.SimpleQueue()
+    worker.start()
+    with contextlib.closing(worker):
+        sampling = Sampling(max_tokens=1, temperature=0.0)
+        worker.submit(Job("last", [1], sampling, lambda event: heard.put((event, worker.alive))))
+        assert heard.get(timeout=WAIT_S) == (Failed(), False)
 
 
 # -- lifecycle ---------------------------------------------------------------------------------------------------------
