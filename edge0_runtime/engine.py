@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from edge0_runtime.libraries import PreTrainedTokenizerBase
 from edge0_runtime.loading import load_model
 from edge0_runtime.model import Model
 from edge0_runtime.request import Token
-from edge0_runtime.sampling import Defaults, make_sampler
+from edge0_runtime.sampling import Defaults, Processor, Sampler, make_sampler, processed
 from edge0_runtime.sequence import Sequence
 from edge0_runtime.text import end_tokens, load_tokenizer
 
@@ -175,6 +175,8 @@ class Engine:
         top_k: int = 0,
         min_p: float = 0.0,
         seed: int | None = None,
+        processors: Ids[Processor] = (),
+        top_logprobs: int = 0,
         ignore_eos: bool = False,
         cancel: threading.Event | None = None,
         trace: bool = False,
@@ -189,6 +191,8 @@ class Engine:
                 mlx-lm.
             seed: of this request alone: whatever else runs, the same seed gives the same tokens. None draws
                 one.
+            processors: change the logits that are sampled from, in this order (sampling.py); steps are not built ahead then.
+            top_logprobs: how many of the most likely tokens `Token.top` has.
             ignore_eos: go on after an end token.
             cancel: checked before every prefill chunk and every token.
             trace: fill `Token.experts` and `Token.logits`.
@@ -201,8 +205,11 @@ class Engine:
             raise Edge0Error(f"max_tokens: {max_tokens} must be at least 1")
         self._check_request(prompt_ids, max_tokens)
         sample = make_sampler(temperature, top_p, top_k, min_p, seed, self.model.vocab_size)
-        stop_ids = frozenset() if ignore_eos else self.eos_ids
-        return self._run(list(prompt_ids), max_tokens, sample, stop_ids, cancel or threading.Event(), trace)
+        if processors:
+            sample = processed(sample, processors, prompt_ids)
+        ends, ahead = frozenset() if ignore_eos else self.eos_ids, not processors
+        event = cancel or threading.Event()
+        return self._run(list(prompt_ids), max_tokens, sample, ends, event, trace, ahead, top_logprobs)
 
     def replay(self, prompt_ids: Ids[int], generated_ids: Ids[int]) -> Iterator[Token]:
         """Process a known continuation: like a traced `generate`, but the tokens are the given ones."""
@@ -235,10 +242,12 @@ class Engine:
         self,
         prompt_ids: list[int],
         max_tokens: int,
-        sample: Callable[[mx.array], mx.array],
+        sample: Sampler,
         stop_ids: frozenset[int],
         cancel: threading.Event,
         trace: bool,
+        ahead: bool = True,
+        top: int = 0,
     ) -> Iterator[Token]:
         if not self._busy.acquire(blocking=False):
             raise Edge0Error("engine: a request is running; finish or close it before the next")
@@ -254,9 +263,9 @@ class Engine:
             self._prompt_tokens += len(prompt_ids)
             reserved = self.context_length if self.model.plan is None else self.model.plan.context
             # Where no expert is waited for, a step is built while the one before computes. A trace looks at each.
-            ahead = self.model.never_waits and not trace
+            ahead = ahead and self.model.never_waits and not trace
             for token in request.decode(
-                sequence, logits, max_tokens, sample, stop_ids, cancel, ahead=ahead, trace=trace
+                sequence, logits, max_tokens, sample, stop_ids, cancel, ahead=ahead, trace=trace, top=top
             ):
                 self._generated_tokens += token.finish_reason != "cancelled"
                 if token.index == max(0, reserved - len(prompt_ids)):

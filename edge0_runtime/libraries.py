@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -43,13 +44,28 @@ def postponed(*names: str) -> Iterator[None]:
 
 
 with postponed("torch", "wandb"):
+    from mlx_lm import tool_parsers
+    from mlx_lm.generate import TextStateMachine, make_text_state_machine
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
-    from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+    from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+    from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.utils import load_model
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
     from transformers.utils import logging as transformers_logging
+
+
+def tool_parser(tokenizer: PreTrainedTokenizerBase) -> ModuleType | None:
+    """mlx-lm's module that parses the tool calls of a tokenizer's model, None where it knows none.
+
+    It has `parse_tool_call`, `tool_call_start` and `tool_call_end`.
+    """
+    kind = tokenizer.init_kwargs.get("tool_parser_type") or _infer_tool_parser(tokenizer)
+    if kind not in {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}:
+        return None  # the file may say anything
+    return importlib.import_module(f"{tool_parsers.__name__}.{kind}")
+
 
 __all__ = [
     "CONFIG_MAPPING",
@@ -59,11 +75,16 @@ __all__ = [
     "PreTrainedTokenizerBase",
     "QuantizedSwitchLinear",
     "SwitchGLU",
+    "TextStateMachine",
+    "TokenizerWrapper",
     "apply_min_p",
     "apply_top_k",
     "apply_top_p",
     "load_model",
+    "make_logits_processors",
     "make_prompt_cache",
+    "make_text_state_machine",
     "postponed",
+    "tool_parser",
     "transformers_logging",
 ]

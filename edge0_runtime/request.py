@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,11 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.sampling import logprobs
+from edge0_runtime.sampling import Sampler, logprobs
 from edge0_runtime.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "cancelled"]
-Sampler = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Token:
         experts: with trace=True: [MoE layers, K], sorted: what the input that led to this token was routed
             to. That input is the prompt's last token for index 0, else the token before.
         logits: with trace=True: float32 [vocabulary].
+        top: with top_logprobs: that many of the most likely ids with their log-probabilities, the likeliest first.
     """
 
     index: int
@@ -40,6 +40,7 @@ class Token:
     finish_reason: FinishReason | None
     experts: np.ndarray | None = None
     logits: np.ndarray | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class _Choice(NamedTuple):
@@ -49,6 +50,10 @@ class _Choice(NamedTuple):
     logprob: mx.array
     finite: mx.array
     logits_V: mx.array
+    top: tuple[mx.array, ...]
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (*self[:4], *self.top)
 
 
 def prefill(
@@ -78,49 +83,67 @@ def decode(
     *,
     ahead: bool,
     trace: bool,
+    top: int = 0,
 ) -> Iterator[Token]:
     """Tokens until one of `stop_ids`, `max_tokens` of them, or a cancelled one.
 
     Args:
         logits_V: after the prompt. sample: logits -> token id.
         ahead: build a step while the one before computes; only where no expert is waited for.
-        trace: fill `Token.experts` and `Token.logits`.
+        trace: fill `Token.experts` and `Token.logits`. top: so many of the most likely tokens in `Token.top`.
 
     Raises Edge0Error when logits aren't finite.
     """
-    choice = _choose(sequence, logits_V, sample)
+    choice = _choose(sequence, logits_V, sample, top)
     for index in range(max_tokens):
         if cancel.is_set():
             yield Token(index, -1, 0.0, "cancelled")
             return
         following = None
         if ahead and index + 1 < max_tokens:
-            mx.async_eval(*choice)
-            following = _choose(sequence, sequence.run(), sample)
-            mx.async_eval(*following)
+            mx.async_eval(*choice.arrays())
+            following = _choose(sequence, sequence.run(), sample, top)
+            mx.async_eval(*following.arrays())
         token, logprob = _read(sequence, choice, ahead, final=index + 1 == max_tokens)
         finish = _finish(token in stop_ids, index + 1 == max_tokens)
         experts = sequence.last.executed() if trace and sequence.last else None
         logits = np.array(choice.logits_V.astype(mx.float32)) if trace else None
-        yield Token(index, token, logprob, finish, experts, logits)
+        yield Token(index, token, logprob, finish, experts, logits, _ranked(choice))
         if finish is not None:
             return
-        choice = following or _choose(sequence, sequence.decode(token, final=index + 2 == max_tokens), sample)
+        choice = following or _choose(sequence, sequence.decode(token, final=index + 2 == max_tokens), sample, top)
 
 
-def _choose(sequence: Sequence, logits_V: mx.array, sample: Sampler) -> _Choice:
+def _choose(sequence: Sequence, logits_V: mx.array, sample: Sampler, top: int) -> _Choice:
     """The next token, not evaluated yet; and what is foreseen of its step."""
     token = sample(logits_V)
     sequence.foresee(token)
-    return _Choice(token, logprobs(logits_V)[token], mx.isfinite(logits_V).all(), logits_V)
+    logprobs_V = logprobs(logits_V)
+    return _Choice(
+        token, logprobs_V[token], mx.isfinite(logits_V).all(), logits_V, _likeliest(logprobs_V, top) if top else ()
+    )
+
+
+def _likeliest(logprobs_V: mx.array, top: int) -> tuple[mx.array, mx.array]:
+    """Ids and log-probabilities of that many, in no order."""
+    ids = mx.argpartition(-logprobs_V, kth=top - 1)[:top] if top < logprobs_V.size else mx.arange(logprobs_V.size)
+    return ids, logprobs_V[ids]
+
+
+def _ranked(choice: _Choice) -> tuple[tuple[int, float], ...]:
+    if not choice.top:
+        return ()
+    ids, values = (np.array(array) for array in choice.top)
+    pairs = ((int(token), float(value)) for token, value in zip(ids, values, strict=True))
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 
 def _read(sequence: Sequence, choice: _Choice, ahead: bool, *, final: bool) -> tuple[int, float]:
     """Token and log-probability: a step's one evaluation, what is foreseen of the next one included."""
     if ahead:
-        mx.eval(*choice)
+        mx.eval(*choice.arrays())
     else:
-        sequence.flush(*choice, final=final)
+        sequence.flush(*choice.arrays(), final=final)
     if not choice.finite.item():
         raise Edge0Error("logits: NaN or infinite; check base and adapters with `edge0_runtime verify`")
     return int(choice.token), float(choice.logprob)

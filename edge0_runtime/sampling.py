@@ -1,21 +1,28 @@
 """How a token is chosen: what a request may say, what a model says where it doesn't, and the choice itself.
 
-The filters are mlx-lm's; the random state belongs to the request alone.
+The filters and penalties are mlx-lm's; the random state belongs to the request alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.model_files import read_generation_config, sampling_problem
-from edge0_runtime.libraries import apply_min_p, apply_top_k, apply_top_p
+from edge0_runtime.libraries import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
+Sampler = Callable[[mx.array], mx.array]
+"""Logits [vocabulary] -> a token's id."""
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""As mlx-lm has it: ids of the prompt and of the answer so far [T], logits [1, vocabulary] -> logits [1, vocabulary]."""
+WHOLE = 2**31 - 1
+"""Of the tokens that a penalty looks back at: all of them."""
 COLDEST = 1e-36
 """Colder ones take the most likely token, which is their limit: divided by them, log-probabilities are infinite in float32."""
 
@@ -48,6 +55,41 @@ class Defaults:
         return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
 
 
+@dataclass(frozen=True)
+class Penalties:
+    """What makes tokens more or less likely than the model has them; the values here change nothing.
+
+    Attributes:
+        presence: taken from the logit of every token that the answer has. frequency: as often as the answer has it.
+        repetition: divides the positive logits of every token that prompt or answer have, and multiplies the negative ones.
+        bias: token id -> what is added to its logit.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    def processors(self, prompt_tokens: int) -> list[Processor]:
+        """Those of one answer to a prompt of that many tokens; to be made in the thread that generates."""
+        of_both = make_logits_processors(
+            logit_bias=dict(self.bias),
+            repetition_penalty=None if self.repetition == 1 else self.repetition,
+            repetition_context_size=WHOLE,
+        )
+        of_answer = make_logits_processors(
+            presence_penalty=self.presence,
+            presence_context_size=WHOLE,
+            frequency_penalty=self.frequency,
+            frequency_context_size=WHOLE,
+        )
+        return [*of_both, *(_behind(prompt_tokens, process) for process in of_answer)]
+
+
+def _behind(prompt_tokens: int, process: Processor) -> Processor:
+    return lambda tokens_T, logits_1V: process(tokens_T[prompt_tokens:], logits_1V)
+
+
 def logprobs(logits_V: mx.array) -> mx.array:
     """In fp32, whatever the model computes in."""
     logits_V = logits_V.astype(mx.float32)
@@ -56,7 +98,7 @@ def logprobs(logits_V: mx.array) -> mx.array:
 
 def make_sampler(
     temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, vocab_size: int
-) -> Callable[[mx.array], mx.array]:
+) -> Sampler:
     """A request's sampler: logits [vocabulary] -> token id; every call draws on the request's own key.
 
     mlx-lm's sampler draws on the process-wide state, so that a seed would not fix a request's tokens.
@@ -83,3 +125,24 @@ def make_sampler(
         return mx.random.categorical(logprobs_1V[0] / temperature, key=step_key)
 
     return sample
+
+
+def processed(sample: Sampler, processors: Ids[Processor], prompt_ids: Ids[int]) -> Sampler:
+    """A sampler behind `processors`, which see every token before the next one is chosen.
+
+    So the token that a call has given is to be evaluated before the next call.
+    """
+    ids = list(prompt_ids)
+    last: mx.array | None = None
+
+    def sample_processed(logits_V: mx.array) -> mx.array:
+        nonlocal last
+        if last is not None:
+            ids.append(int(last))
+        tokens_T, logits_1V = mx.array(ids), logits_V.astype(mx.float32)[None]
+        for process in processors:
+            logits_1V = process(tokens_T, logits_1V)
+        last = sample(logits_1V[0])
+        return last
+
+    return sample_processed

@@ -65,15 +65,22 @@ class _RefusedError(Edge0Error):
     """A template called raise_exception."""
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    continue_final: bool = False,
+    **variables: Any,
+) -> list[int]:
     """Token ids of a conversation in the model's own chat template, ready for the assistant's answer.
 
-    Raises Edge0Error where the model has no template, or the template refuses the conversation or fails on it.
+    `continue_final` and `variables` are those of `prompts.chat_ids`. Raises Edge0Error where the model has no template, or the
+    template refuses the conversation or fails on it.
     """
     if not tokenizer.chat_template:
         raise Edge0Error("chat template: this model has none; use `edge0_runtime generate` with raw text")
     try:
-        return prompts.chat_ids(tokenizer, messages)
+        return prompts.chat_ids(tokenizer, messages, continue_final=continue_final, **variables)
     except Exception as error:  # a template is a program of a stranger's
         if type(error) is TemplateError:
             raise _RefusedError(f"messages: the model's chat template refuses them: {one_line(error)}") from error
@@ -93,21 +100,28 @@ def end_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> fr
     return frozenset(ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id})
 
 
-def decoder(tokenizer: Any) -> Decode:
-    """ids -> text: without special tokens, and with the spaces that the model wrote."""
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decoder(tokenizer: Any, shown: frozenset[int] = frozenset()) -> Decode:
+    """ids -> text: without special tokens except those `shown`, and with the spaces that the model wrote."""
+    hidden = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} - shown
+
+    def decode(ids: list[int]) -> str:
+        visible = [token for token in ids if token not in hidden] if shown else ids
+        text: str = tokenizer.decode(visible, skip_special_tokens=not shown, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
 
 
 class TextStream:
-    """Text of one answer, token by token. `add` returns what is final; `stopped`: a stop string has come."""
+    """Text of one answer, token by token. `add` returns what is final; `stopped_by`: the stop string that has come."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self._characters = _Characters(decode)
         self._stops = _Stops(stops)
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come; what follows it is not the answer's."""
+    def stopped_by(self) -> str | None:
+        """The stop string that has come, None before; what follows it is not the answer's."""
         return self._stops.reached
 
     def add(self, token: int) -> str:
@@ -156,23 +170,22 @@ class _Stops:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.reached = False
+        self.reached: str | None = None
 
     def feed(self, text: str) -> str:
-        if self.reached:
+        if self.reached is not None:
             return ""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.reached = True
-            cut = min(found)[1]
+            _, cut, self.reached = min(found)
         else:
             cut = len(self._held) - max((_overlap(self._held, stop) for stop in self._stops), default=0)
         out, self._held = self._held[:cut], self._held[cut:]
         return out
 
     def finish(self) -> str:
-        rest, self._held = ("" if self.reached else self._held), ""
+        rest, self._held = ("" if self.reached is not None else self._held), ""
         return rest
 
 

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+def chat_ids(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, **variables: Any
+) -> list[int]:
     """Ids of a conversation in the model's chat template, up to the opening of the assistant's turn.
 
     Args:
         tokenizer: transformers'.
         messages: the turns. variables: what else the template is given, e.g. `tools`.
+        continue_final: the last turn stays open, to be gone on with, instead of a new one being opened.
 
     A control token's text inside a message is text: it is marked before the template writes its own, and the tokenizer sees the
     prompt cut at the marks. A conversation without any is tokenised in one piece. Raises whatever the template raises.
@@ -22,7 +25,10 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables:
     control = control_texts(tokenizer)
     mark = _unused("".join(_strings([messages, variables])))
     turns, others = _each_string([messages, variables], lambda text: mark.join(_pieces(text, control)))
-    prompt: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **others)
+    opening = {"continue_final_message": True} if continue_final else {}
+    prompt: str = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=not continue_final, tokenize=False, **opening, **others
+    )
     return [token for piece in prompt.split(mark) for token in tokenizer.encode(piece, add_special_tokens=False)]
 
 

@@ -1,10 +1,15 @@
-"""The OpenAI-compatible HTTP server. Public: `app.create_app`, `app.bind`, `app.serve`.
+"""The HTTP server. Public: `app.create_app`, `app.bind`, `app.serve`.
 
-app.py     the endpoints
-answer.py  one answer as JSON or as server-sent events
-schema.py  what a request may hold, and errors in OpenAI's shape
-guard.py   who may talk to the server: address, Host, Origin, API key, body size
-worker.py  the one thread that generates, and its bounded queue
+app.py                   the app, its errors, /v1/models, /health
+openai_*.py              a protocol each: its schema, to and from the server's own request; openai.py: what they share
+schema.py, errors.py     what requests have in common; what is said when one can't be served
+exchange.py              the server's own request, and the events that answer it; nothing behind it knows a protocol
+service.py, served.py    what every endpoint does; a model as the protocols see it
+answer.py                one answer as JSON or as server-sent events
+worker.py, generation.py the one thread that generates, and its bounded queue; one request in it
+markup.py                thinking and tool calls in what a model writes
+vocabulary.py, grammar.py a tokenizer's bytes; what an answer must look like
+guard.py                 who may talk to the server: address, Host, Origin, API key, body size
 
 Nothing is imported here. Text and sampling are the package's own (`text.py`, `sampling.py`): the command line uses them too.
 """

@@ -5,33 +5,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from edge0_runtime.sampling import Sampling
-from edge0_runtime.server.schema import ApiError
-from edge0_runtime.server.worker import Event, Failed, Finished, Job, Piece, Worker
+from edge0_runtime.server.errors import ApiError
+from edge0_runtime.server.exchange import Cancelled, Choice, Event, Failed, Finished, GenerationRequest, collected
+from edge0_runtime.server.served import Served
+from edge0_runtime.server.worker import Job, QueueFullError, Worker, WorkerDeadError
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads this response; the number is nginx's
+RETRY_AFTER_S = 5
+
+
+class Writer(Protocol):
+    """A protocol's way to write the answer to one request, whose name is `id`."""
+
+    id: str
+
+    def whole(self, choices: list[Choice], end: Finished) -> dict[str, Any]:
+        """All of it as one JSON object."""
+
+    def begin(self) -> Iterable[str]:
+        """Server-sent events before the first event."""
+
+    def write(self, event: Event) -> Iterable[str]:
+        """Server-sent events for one event; what ends a stream follows from `Finished`."""
+
+    def failed(self, problem: ApiError) -> str:
+        """The server-sent event of an error in mid-stream."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A queued request and its events. `created` is in Unix seconds."""
+    """A queued request and its events."""
 
     worker: Worker
     job: Job
     events: asyncio.Queue[Event]
-    model: str
-    created: int
 
-    async def next(self) -> Piece | Finished:
+    async def next(self) -> Event:
         """The next event. Raises ApiError where the request failed."""
         event = await self.events.get()
         if isinstance(event, Failed):
@@ -44,76 +60,55 @@ class Answer:
             pass
         self.worker.cancel(self.job)
         # A job taken out of the queue has no other end; after one that has run, nobody reads this.
-        self.job.emit(Finished("cancelled", len(self.job.prompt_ids), 0, 0.0, 0.0, 0.0))
+        self.job.emit(Cancelled())
 
-    async def whole(self, event: Piece | Finished) -> Response:
+    async def whole(self, event: Event, writer: Writer) -> Response:
         """All of it, `event` being the first event."""
-        text = ""
-        while isinstance(event, Piece):
-            text += event.text
+        events = [event]
+        while not isinstance(event, Finished | Cancelled):
             event = await self.next()
-        if event.finish_reason == "cancelled":
+            events.append(event)
+        if isinstance(event, Cancelled):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": event.finish_reason}
-        return JSONResponse(self._head("chat.completion") | {"choices": [choice]} | _totals(event))
+        return JSONResponse(writer.whole(collected(events), event))
 
-    async def stream(self, event: Piece | Finished, include_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events: role, text, exactly one finish_reason, usage where asked for, [DONE]."""
-        head = self._head("chat.completion.chunk")
-
-        def chunk(delta: dict[str, str], finish_reason: str | None = None) -> str:
-            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-            return _sse(head | {"choices": [choice]} | ({"usage": None} if include_usage else {}))
-
+    async def stream(self, event: Event, writer: Writer) -> AsyncIterator[str]:
+        """Server-sent events, `event` being the first event."""
         try:
-            yield chunk({"role": "assistant", "content": ""})
-            while isinstance(event, Piece):
-                yield chunk({"content": event.text})
+            for text in writer.begin():
+                yield text
+            while not isinstance(event, Cancelled):
+                for text in writer.write(event):
+                    yield text
+                if isinstance(event, Finished):
+                    return
                 event = await self.next()
-            if event.finish_reason == "cancelled":
-                return
-            yield chunk({}, event.finish_reason)
-            if include_usage:
-                yield _sse(head | {"choices": []} | _totals(event))
-            yield "data: [DONE]\n\n"
         except ApiError as problem:  # the status line is gone; clients look for an error object in the stream
-            yield _sse(problem.body())
+            yield writer.failed(problem)
         finally:
             self.worker.cancel(self.job)
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.id, "object": kind, "created": self.created, "model": self.model}
 
-
-def submit(worker: Worker, prompt_ids: list[int], sampling: Sampling, stops: Sequence[str], model: str) -> Answer:
-    """Queue a request from the event loop's thread. Raises QueueFullError or WorkerDeadError."""
+def submit(worker: Worker, served: Served, request: GenerationRequest, name: str) -> Answer:
+    """Queue a request from the event loop's thread. Raises ApiError where the queue is full or the worker has ended."""
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def emit(event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-    job = Job(f"chatcmpl-{uuid.uuid4().hex}", prompt_ids, sampling, emit, tuple(stops))
-    worker.submit(job)
-    return Answer(worker, job, events, model, int(time.time()))
+    job = Job(name, served.engine, request, emit)
+    try:
+        worker.submit(job)
+    except QueueFullError as problem:
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        raise ApiError(503, "the queue is full; try again later", None, "queue_full", headers) from problem
+    except WorkerDeadError as problem:
+        raise ApiError(503, "the engine has ended; restart the server", None, "engine_ended") from problem
+    return Answer(worker, job, events)
 
 
-def _sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-def _totals(end: Finished) -> dict[str, Any]:
-    """`usage` as OpenAI's; `timings` from arrival, and the steady speed (n - 1) / (t_last - t_first)."""
-    prompt, completion = end.prompt_tokens, end.completion_tokens
-    steady_s = end.total_s - end.first_token_s
-    speed = (completion - 1) / steady_s if completion > 1 and steady_s > 0 else 0.0
-    times = {"queued_s": end.queued_s, "first_token_s": end.first_token_s, "total_s": end.total_s}
-    return {
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        },
-        "timings": {name: round(value, 6) for name, value in (times | {"decode_tokens_per_s": speed}).items()},
-    }
+def sse(data: dict[str, Any], event: str | None = None) -> str:
+    """A server-sent event, with a name where the protocol names its events."""
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"

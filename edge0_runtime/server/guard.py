@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.server.schema import ApiError
+from edge0_runtime.server.errors import ApiError
 
 KEY_VARIABLE = "EDGE0_API_KEY"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -64,7 +64,7 @@ class Guard:
             return
         refusal = self._refusal(scope["path"], Headers(scope=scope))
         if refusal is not None:
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 

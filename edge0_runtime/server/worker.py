@@ -11,12 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from edge0_runtime.sampling import Sampling
-from edge0_runtime.text import TextStream, decoder
+from edge0_runtime.server.exchange import Failed, GenerationRequest
+from edge0_runtime.server.generation import Emit, generate
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
@@ -25,42 +24,14 @@ log = logging.getLogger("edge0_runtime.server")
 MAX_WAITING = 8  # beyond the running one; a longer queue only hides that the machine is too slow
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Final text, never empty."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The end of a request: finish_reason is stop, length or cancelled; times in seconds from submission."""
-
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    queued_s: float
-    first_token_s: float
-    total_s: float
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The request failed inside the server; the log has the cause, which may hold paths."""
-
-
-Event = Piece | Finished | Failed
-
-
 @dataclass(eq=False)
 class Job:
-    """One request. `emit` is called from the worker's thread and must not raise."""
+    """One request, and the engine that it is for. `emit` is called from the worker's thread and must not raise."""
 
     id: str
-    prompt_ids: list[int]
-    sampling: Sampling
-    emit: Callable[[Event], None]
-    stops: tuple[str, ...] = ()
+    engine: Engine
+    request: GenerationRequest
+    emit: Emit
     cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.perf_counter)
 
@@ -74,10 +45,9 @@ class WorkerDeadError(Exception):
 
 
 class Worker:
-    """Serves jobs with a loaded engine, in order of arrival. The engine stays the caller's to close."""
+    """Serves jobs in order of arrival. Their engines stay the caller's to close."""
 
-    def __init__(self, engine: Engine, max_waiting: int = MAX_WAITING) -> None:
-        self._engine = engine
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
@@ -86,7 +56,7 @@ class Worker:
         self._thread = threading.Thread(target=self._main, name="edge0-mlx")
 
     def start(self) -> None:
-        """Start the thread in which all of the engine's MLX work is done; once only."""
+        """Start the thread in which all MLX work of requests is done; once only."""
         self._thread.start()
 
     @property
@@ -148,7 +118,7 @@ class Worker:
 
     def _serve(self, job: Job) -> None:
         try:
-            end = _generate(self._engine, job)
+            end = generate(job.engine, job.request, job.emit, job.cancelled, job.submitted)
         except BaseException as problem:
             log.exception("request %s failed", job.id)
             ends_thread = not isinstance(problem, Exception)  # SystemExit and the like
@@ -158,44 +128,3 @@ class Worker:
                 raise
         else:
             job.emit(end)
-
-
-def _generate(engine: Engine, job: Job) -> Finished:
-    """Run one job to its end, emitting its text."""
-    started = time.perf_counter()
-    first_token = None
-    reason: str | None = None
-    tokens = 0
-    text = TextStream(decoder(engine.tokenizer), job.stops)
-    steps = engine.generate(job.prompt_ids, **asdict(job.sampling), cancel=job.cancelled)
-    with contextlib.closing(steps):  # type: ignore[type-var]  # an iterator that is a generator
-        for step in steps:
-            reason = step.finish_reason
-            if reason == "cancelled":
-                break
-            tokens += 1
-            first_token = first_token or time.perf_counter()
-            if reason != "stop":  # the end token is no text
-                _emit(job, text.add(step.token))
-            if text.stopped:
-                reason = "stop"
-            if reason is not None:
-                break
-    if reason is None:
-        raise RuntimeError("the engine ended without a finish reason")
-    if reason != "cancelled":
-        _emit(job, text.finish())
-    now = time.perf_counter()
-    return Finished(
-        finish_reason="stop" if text.stopped else reason,
-        prompt_tokens=len(job.prompt_ids),
-        completion_tokens=tokens,
-        queued_s=started - job.submitted,
-        first_token_s=(first_token or now) - job.submitted,
-        total_s=now - job.submitted,
-    )
-
-
-def _emit(job: Job, text: str) -> None:
-    if text:
-        job.emit(Piece(text))

@@ -30,6 +30,11 @@ class ByteTokenizer:
 
     chat_template = "role:content;"
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    init_kwargs: ClassVar[dict[str, Any]] = {}
+    eos_token_id = END
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(128)}
 
     def apply_chat_template(self, turns: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
         return "".join(f"{turn['role']}:{turn['content']};" for turn in turns)
@@ -51,6 +56,8 @@ class FakeEngine:
     problem: BaseException = field(default_factory=lambda: OSError("/secret/model.safetensors: short read"))
     model_dir: Path = Path("/nowhere")
     context_length: int = 200
+    eos_ids: frozenset[int] = frozenset({END})
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(vocab_size=END + 1))
     calls: list[SimpleNamespace] = field(default_factory=list)
     go: threading.Event = field(default_factory=threading.Event)
     paused: threading.Event = field(default_factory=threading.Event)
@@ -60,6 +67,9 @@ class FakeEngine:
     def generate(self, prompt_ids: list[int], *, max_tokens: int, cancel: threading.Event, **sampling: Any):
         self.calls.append(SimpleNamespace(prompt=bytes(prompt_ids), max_tokens=max_tokens, **sampling))
         return self._steps(max_tokens, cancel)
+
+    def stats(self) -> dict[str, float]:
+        return {"blocked_load_seconds": 0.0, "expert_bytes": 0}
 
     def _steps(self, max_tokens: int, cancel: threading.Event) -> Iterator[SimpleNamespace]:
         try:

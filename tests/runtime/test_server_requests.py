@@ -89,9 +89,14 @@ def test_neutral_values_of_unsupported_fields_are_accepted():
         "tools": [],
         "tool_choice": "none",
     }
-    neutral |= {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0}
-    harmless = {"user": "me", "metadata": {"a": "b"}, "store": True}
-    assert answer(FakeEngine(), **neutral, **harmless)["choices"][0]["finish_reason"] == "stop"
+    neutral |= {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "top_logprobs": 0}
+    neutral |= {"service_tier": "auto", "modalities": ["text"], "parallel_tool_calls": True, "verbosity": "medium"}
+    neutral |= {"functions": [], "function_call": "none", "stream_options": {"include_obfuscation": False}}
+    harmless = {"user": "me", "metadata": {"a": "b"}, "store": True, "prompt_cache_key": "k", "safety_identifier": "s"}
+    turn = HELLO[0] | {"name": "me", "annotations": [], "tool_calls": []}
+    engine = FakeEngine()
+    assert answer(engine)["choices"] == answer(engine, messages=[turn], **neutral, **harmless)["choices"]
+    assert engine.calls[0] == engine.calls[1]
 
 
 @pytest.mark.parametrize(
@@ -111,16 +116,28 @@ def test_neutral_values_of_unsupported_fields_are_accepted():
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"messages": [HELLO[0] | {"tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-        ({"n": 2}, "n"),
+        ({"n": 5}, "n"),
+        ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"logit_bias": {"257": 5}}, "logit_bias"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias"),
+        ({"logit_bias": {"²": 5}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"continue_final_message": True}, None),
+        ({"add_generation_prompt": False}, None),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),

@@ -29,9 +29,9 @@ def pieces_of(tokens: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[list[
     pieces = []
     for n in range(len(tokens)):
         pieces.append(stream.add(n))
-        if stream.stopped:
+        if stream.stopped_by is not None:
             break
-    return [*pieces, stream.finish()], stream.stopped
+    return [*pieces, stream.finish()], stream.stopped_by is not None
 
 
 def cut_before_first_stop(text: str, stops: Sequence[str]) -> str:

@@ -1,0 +1,211 @@
+"""POST /v1/chat/completions: OpenAI's chat, to and from the server's own request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from pydantic import Field, model_validator
+
+from edge0_runtime.server.answer import sse
+from edge0_runtime.server.errors import ApiError
+from edge0_runtime.server.exchange import (
+    Choice,
+    ChoiceEnd,
+    Event,
+    Finished,
+    GenerationRequest,
+    Text,
+    Thinking,
+    TokenLogprob,
+    TokenName,
+    ToolCall,
+)
+from edge0_runtime.server.openai import Head, totals
+from edge0_runtime.server.schema import Content, OpenAIRequest, Strict, only
+from edge0_runtime.server.served import Served
+from edge0_runtime.server.service import Service
+
+MAX_MESSAGES = 2048
+MAX_TOP_LOGPROBS = 20
+
+
+class Message(Strict):
+    """One turn. `developer` is OpenAI's newer name for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    # No effect on an answer.
+    name: str | None = None
+    annotations: Annotated[Any, only([])] = None
+    tool_calls: Annotated[Any, only([])] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The turn under the role names that chat templates know."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class ChatRequest(OpenAIRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    continue_final_message: bool = False
+
+    # No effect on an answer.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    parallel_tool_calls: bool = True
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    # Refused, unless set to what an answer is like anyway.
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise ValueError(f"max_tokens {old} and max_completion_tokens {new} differ; send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs a last message of the assistant")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == self.continue_final_message:
+            raise ValueError("add_generation_prompt must be the contrary of continue_final_message; leave it out")
+        return self
+
+    def request(self, served: Served) -> GenerationRequest:
+        """As the server's own. Raises ApiError where this model can't answer it."""
+        turns = [message.for_template() for message in self.messages]
+        prompt = served.conversation(turns, continue_final=self.continue_final_message)
+        return GenerationRequest(
+            prompts=(prompt,),
+            sampling=self.sampling(served, self.max_completion_tokens or self.max_tokens),
+            penalties=self.penalties(served),
+            n=self.n,
+            stops=tuple(self.stop),
+            logprobs=served.logprobs(self.top_logprobs) if self.logprobs else None,
+            splitter=served.splitter(prompt),
+        )
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """The endpoint, on the app."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        served = service.model(body.model)
+        wanted = await service.prepare(lambda: body.request(served))
+        writer = ChatWriter(served.id, body.logprobs, body.stream_options.include_usage)
+        return await service.answer(request, served, wanted, writer, stream=body.stream)
+
+
+class ChatWriter:
+    """OpenAI's chat completion, whole or in chunks: role, deltas, exactly one finish_reason a choice, usage where asked for."""
+
+    def __init__(self, model: str, logprobs: bool, include_usage: bool) -> None:
+        self._head = Head("chatcmpl", model)
+        self.id = self._head.id
+        self._logprobs, self._include_usage = logprobs, include_usage
+        self._begun: set[int] = set()
+
+    def whole(self, choices: Sequence[Choice], end: Finished) -> dict[str, Any]:
+        """One chat.completion."""
+        listed = [
+            {
+                "index": number,
+                "message": _message(choice),
+                "logprobs": self._told(choice.tokens),
+                "finish_reason": choice.reason,
+            }
+            for number, choice in enumerate(choices)
+        ]
+        return self._head.of("chat.completion") | {"choices": listed} | totals(end)
+
+    def begin(self) -> Iterable[str]:
+        """Nothing: the first chunk of a choice has its role."""
+        return ()
+
+    def write(self, event: Event) -> Iterator[str]:
+        """Chunks for one event."""
+        match event:
+            case Text(number, text, tokens):
+                yield from self._delta(number, {"content": text} if text else {}, tokens)
+            case Thinking(number, text):
+                yield from self._delta(number, {"reasoning_content": text})
+            case ToolCall(number):
+                for call in _call_deltas(event):
+                    yield from self._delta(number, {"tool_calls": [call]})
+            case ChoiceEnd(number, reason):
+                yield from self._delta(number, {}, reason=reason)
+            case Finished():
+                if self._include_usage:
+                    yield sse(self._head.of("chat.completion.chunk") | {"choices": []} | totals(event))
+                yield "data: [DONE]\n\n"
+            case _:
+                pass
+
+    def failed(self, problem: ApiError) -> str:
+        """OpenAI's error object."""
+        return sse(problem.openai())
+
+    def _delta(
+        self, number: int, delta: dict[str, Any], tokens: Sequence[TokenLogprob] = (), reason: str | None = None
+    ) -> Iterator[str]:
+        if number not in self._begun:
+            self._begun.add(number)
+            yield self._chunk(number, {"role": "assistant", "content": ""}, None, None)
+        yield self._chunk(number, delta, self._told(tokens) if tokens else None, reason)
+
+    def _chunk(self, number: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> str:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return sse(self._head.of("chat.completion.chunk") | {"choices": [choice]} | usage)
+
+    def _told(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            _named(one.token, one.logprob) | {"top_logprobs": [_named(token, value) for token, value in one.top]}
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.thinking:
+        message["reasoning_content"] = choice.thinking
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _call_deltas(call: ToolCall) -> Iterator[dict[str, Any]]:
+    """The call's name, then its arguments."""
+    yield {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+    yield {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def _named(token: TokenName, logprob: float) -> dict[str, Any]:
+    return {"token": token.name, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}
