@@ -171,6 +171,11 @@ class Heads:
     predictability: float = setting(
         "student_sft, on_policy: weight of KL(router || head), which makes routing predictable; 0: off.", 0.0, least=0
     )
+    change_penalty: float = setting(
+        "student_sft: weight of what the heads want beyond the experts that ran a moment ago, so that fewer are read; 0: off.",
+        0.0,
+        least=0,
+    )
 
 
 @dataclass(frozen=True)

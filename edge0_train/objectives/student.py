@@ -1,19 +1,23 @@
-"""The student path on text: completion-only cross-entropy, with the routing's predictability (docs/method.md 2.2)."""
+"""The student path on text: completion-only cross-entropy, with what routing is to become (docs/method.md 2.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from edge0_runtime.contract.tier import Sticky, Tier
 from edge0_train.build import Student
-from edge0_train.config import Config
+from edge0_train.config import Config, Heads
 from edge0_train.data.rows import Batch, TextRow
 from edge0_train.loop import Backward, Objective
 from edge0_train.losses import head_kl
 from edge0_train.objectives.passes import MakePass, mean_loss, student_pass, summed_cross_entropy, windows
 from edge0_train.student import PrerouterHeads, RoutingPass, StudentPath
+from edge0_train.student.router import scores
+from edge0_train.student.sticky import Choices, never, since_before
 
 HELD_OUT_LOSS = "held_out_loss"
 """The metric that `optim.patience` goes by."""
@@ -36,7 +40,7 @@ def student_objective(
     heads = joint_parameters(config, path.heads)
 
     def loss(batch: Batch, backward: Backward) -> dict[str, float]:
-        value, said = sft_loss(path, batch, config.heads.predictability, routing)
+        value, said = sft_loss(path, batch, config.heads, routing)
         backward(value)
         return said
 
@@ -67,12 +71,17 @@ def joint_parameters(config: Config, heads: PrerouterHeads | None) -> dict[str, 
 
 
 def sft_loss(
-    path: StudentPath, batch: Batch, predictability: float = 0.0, routing: MakePass = student_pass
+    path: StudentPath, batch: Batch, heads: Heads, routing: MakePass = student_pass
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """`completion_loss` with the routing's predictability weighed in, and what is to be logged beside it."""
-    chosen = listening(routing(path, batch), predictability)
+    """`completion_loss` with the routing's predictability and changes weighed in, and what is to be logged beside it."""
+    chosen = listening(routing(path, batch), heads.predictability)
     value = summed_cross_entropy(path, batch, chosen)
-    return weigh_predictability(path, chosen, predictability, value, {})
+    total, said = weigh_predictability(path, chosen, heads.predictability, value, {})
+    if not heads.change_penalty:
+        return total, said
+    changes = routing_changes(path, chosen)
+    parts = {"loss_alone": float(value.detach()), "changes": float(changes.detach())}
+    return total + heads.change_penalty * changes, said | parts
 
 
 # -- predictability ----------------------------------------------------------------------------------------------------
@@ -121,3 +130,42 @@ def describe_predictability(config: Config) -> str:
     """For the plan; empty when off."""
     weight = config.heads.predictability
     return f"; loss + {weight} x KL(router || head), summed over {len(config.tier.consumers)} layers" if weight else ""
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+PLAIN_WINDOW = 2
+"""`heads.change_penalty` on a tier without stickiness: inputs back that count as a moment ago."""
+
+
+def routing_changes(path: StudentPath, routing: RoutingPass) -> torch.Tensor:
+    """How much a pass's heads want experts that their layers did not run a moment ago, which are read (docs/method.md 2.2).
+
+    Their share of a head's scores, summed over consumer layers and predicted inputs. A moment ago: within
+    `tier.router.sticky.window`, or `PLAIN_WINDOW`. What ran is no variable: the gradient goes through the heads' logits.
+
+    Args:
+        routing: a predicted pass of `path`, from an empty cache, that has run.
+    """
+    assert routing.predicted_BT is not None and routing.start_BT is not None
+    at_BT, total = routing.predicted_BT, torch.zeros(())
+    router = replace(path.tier.router, sticky=Sticky(window=change_window(path.tier)))
+    for layer in path.tier.consumers:
+        logits_BTE, ran_BTK = routing.predictions[layer - 1], routing.executed[layer]
+        choices = Choices(logits_BTE, ran_BTK, at_BT, routing.start_BT, never(router, logits_BTE[:, 0]))
+        new_BTE = since_before(router, choices, ran_BTK)[:, :-1] > router.sticky.window
+        scores_BTE = scores(router, logits_BTE)
+        share_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        total = total.to(share_BTE.device) + (share_BTE * new_BTE)[at_BT].sum()
+    return total
+
+
+def change_window(tier: Tier) -> int:
+    """How many inputs back `heads.change_penalty` looks."""
+    return tier.router.sticky.window or PLAIN_WINDOW
+
+
+def describe_changes(config: Config) -> str:
+    """For the plan; empty when off."""
+    weight = config.heads.change_penalty
+    return f"; loss + {weight} x share of experts unused for {change_window(config.tier)} tokens" if weight else ""

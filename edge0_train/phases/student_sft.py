@@ -4,7 +4,7 @@
     python -m edge0_train phase=student_sft tier=35b heads.joint_lr=0 base.storage=packed base.gradient_checkpointing=true
 
 Settings: inputs.prerouter, inputs.lora (empty: a new one), text.rows, text.pack_length, optim.* (optim.patience stops early),
-heads.joint_lr (the heads train along; 0: frozen), heads.predictability.
+heads.joint_lr (the heads train along; 0: frozen), heads.predictability, heads.change_penalty.
 Expected on nano, seed 0, 360 steps of 32 rows (159 s of one core): KL to the teacher .042 -> .0040, exact match .757 -> .992,
 recall@4 .574 -> .557.
 """
@@ -26,6 +26,7 @@ from edge0_train.loop import train
 from edge0_train.measure.samples import greedy_samples
 from edge0_train.objectives.passes import held_out_batches
 from edge0_train.objectives.student import (
+    describe_changes,
     describe_predictability,
     joint_parameters,
     lora_parameters,
@@ -89,5 +90,7 @@ def _plan(config: Config, path: StudentPath, rows: Rows) -> dict[str, str]:
     joint = config.heads.joint_lr
     facts = training_plan(config, path, trainable, rows)
     return facts | {
-        "heads": (f"trained at {joint} of the rate" if joint else "frozen") + describe_predictability(config)
+        "heads": (f"trained at {joint} of the rate" if joint else "frozen")
+        + describe_predictability(config)
+        + describe_changes(config)
     }

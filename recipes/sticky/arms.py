@@ -36,16 +36,24 @@ class Arm:
     @property
     def sft(self) -> list[str]:
         """What SFT has otherwise, as on the command line."""
-        return [TRAINED[part] for part in self.bend.split("-") if part in TRAINED]
+        return [TRAINED[part] for part in self._parts if part in TRAINED] + [
+            f"heads.change_penalty=0.{part.removeprefix(PENALTY)}" for part in self._parts if part.startswith(PENALTY)
+        ]
 
     @property
     def plain(self) -> Arm:
-        """The same K without stickiness, trained as long."""
-        return Arm(self.k, bend=self.bend if self.sft else "")
+        """The same K without stickiness and penalty, trained as long."""
+        return Arm(self.k, bend="-".join(part for part in self._parts if part in TRAINED))
+
+    @property
+    def _parts(self) -> list[str]:
+        return self.bend.split("-")
 
 
 TRAINED = {"long": "optim.steps=720", "joint": "heads.joint_lr=1.0"}
 """{bend: what SFT has otherwise}; `+long-joint` is both."""
+PENALTY = "penalty."
+"""`+penalty.005`: SFT with heads.change_penalty=0.005."""
 CURVE = ("4", "4:1,2", "4:1.5,2", "4:2,2", "4:2,4", "4:3,4", "8", "8:2,2", "8:3,4", "2", "2:2,2", "2:3,4")
 BENT = (
     "4+long",
@@ -57,7 +65,10 @@ BENT = (
     "4:2,2+grow",
     "4:2,2+rise",
     "4:2,2+fall",
+    "4+penalty.01",
+    "4:2,2+penalty.005",
     "4:2,2+penalty.02",
+    "8:2,2+penalty.005",
     "4:2,2+tail.2",
     "4+tail.2",
 )

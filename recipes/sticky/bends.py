@@ -2,7 +2,6 @@
 
 +grow        SFT begins with half the bias, for half of its steps
 +rise, +fall a bias of its own for each layer, from half to one and a half of the arm's, towards the last or towards the first
-+penalty.P   SFT's loss has P times the heads' probability of experts that did not run within the window, a layer and input
 +tail.T      adaptive K: of the chosen experts those with less than T of the largest weight are dropped, on predicted inputs, in
 refinement, SFT, on-policy and measuring; heads and stickiness still see all that were chosen
 """
@@ -18,11 +17,7 @@ from unittest import mock
 import torch
 
 from edge0_runtime.contract.tier import Sticky
-from edge0_train.data.rows import Batch
-from edge0_train.objectives import student as student_objectives
-from edge0_train.objectives.passes import MakePass, student_pass, summed_cross_entropy
 from edge0_train.student import RoutingPass, StudentPath
-from edge0_train.student.sticky import Choices, since_before
 
 READ = "experts_read"
 """Attribute of a path: {layer: [B, T, K]}, what is read of the last pass, where that isn't what ran."""
@@ -37,7 +32,6 @@ def bent(bend: str) -> Iterator[None]:
     patches: dict[str, Callable[[], Any]] = {
         "rise": lambda: mock.patch.object(StudentPath, "_chosen", _by_layer(rising=True)),
         "fall": lambda: mock.patch.object(StudentPath, "_chosen", _by_layer(rising=False)),
-        "penalty": lambda: mock.patch.object(student_objectives, "sft_loss", _penalised(value)),
         "tail": lambda: mock.patch.object(StudentPath, "__init__", _dropping(value)),
     }
     if name not in patches:
@@ -61,32 +55,6 @@ def _by_layer(*, rising: bool) -> Callable[..., torch.Tensor]:
             path.tier = tier
 
     return chosen
-
-
-def _penalised(weight: float) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
-    def sft_loss(
-        path: StudentPath, batch: Batch, predictability: float = 0.0, routing: MakePass = student_pass
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        chosen = routing(path, batch)
-        value = summed_cross_entropy(path, batch, chosen)
-        change = changes(path, chosen)
-        return value + weight * change, {"loss_alone": float(value.detach()), "changes": float(change.detach())}
-
-    return sft_loss
-
-
-def changes(path: StudentPath, routing: RoutingPass) -> torch.Tensor:
-    """The heads' probability of experts that did not run within the window, summed over layers and predicted inputs."""
-    assert routing.predicted_BT is not None and routing.start_BT is not None
-    total, router = torch.zeros(()), path.tier.router
-    for layer in path.tier.consumers:
-        logits_BTE, ran_BTK = routing.predictions[layer - 1], routing.executed[layer]
-        nothing_BE = torch.full_like(logits_BTE[:, 0], router.sticky.window + 1, dtype=torch.int16)
-        choices = Choices(logits_BTE, ran_BTK, routing.predicted_BT, routing.start_BT, nothing_BE)
-        old_BTE = since_before(router, choices, ran_BTK)[:, :-1] > router.sticky.window
-        at_BT = routing.predicted_BT
-        total = total + (logits_BTE.softmax(-1) * old_BTE)[at_BT].sum()
-    return total
 
 
 def _dropping(threshold: float) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""`heads.predictability`: its value and gradient, what it must not change, and that no cut of the window changes it."""
+"""`heads.predictability` and `heads.change_penalty`: value and gradient, what they must not change, no cut changes them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 
 from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Router
+from edge0_runtime.contract.tier import Router, Sticky
 from edge0_train.adapters import input_path
 from edge0_train.build import build_student
 from edge0_train.cli import set_up_torch
-from edge0_train.config import Config
+from edge0_train.config import Config, Heads, configure
 from edge0_train.data.rows import IGNORE, Batch, collate
 from edge0_train.losses import SCORE_FLOOR, chunked, cross_entropy
 from edge0_train.objectives import completion_loss, joint_parameters, lora_parameters
-from edge0_train.objectives.student import routing_divergence, sft_loss
+from edge0_train.objectives.student import routing_changes, routing_divergence, sft_loss
 from edge0_train.phases.student_sft import student_sft
 from edge0_train.run import open_run
 from edge0_train.student import RoutingPass, StudentPath
@@ -36,6 +36,11 @@ SMALL = (
     "sample.max_new_tokens=2",
     "optim.lr=1e-3",
 )
+
+
+def weights(**heads: float) -> Heads:
+    """The phase's settings of heads, with other weights."""
+    return dataclasses.replace(configure("phase=student_sft").heads, **heads)
 
 
 def make_path(make_config: Make, *overrides: str, router: Router | None = None) -> tuple[Config, StudentPath]:
@@ -168,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(make_config, pack_length):
     for flag in ("false", "true"):
         config, path = make_path(make_config, f"base.gradient_checkpointing={flag}")
         parameters = lora_parameters(path) | joint_parameters(config, path.heads)
-        value, said = sft_loss(path, batch, 0.1)
+        value, said = sft_loss(path, batch, weights(predictability=0.1))
         value.backward()
         results.append((value.detach(), said, {n: p.grad for n, p in parameters.items()}))
     (want, want_said, wanted), (got, got_said, gotten) = results
@@ -183,7 +188,7 @@ def test_two_threads_give_the_same_bits_again(make_config):
     set_up_torch(2, config.base.device)
     batch = collate(task_rows("train", 8), 0)
     parameters = lora_parameters(path) | joint_parameters(config, path.heads)
-    first, *others = [gradients(parameters, sft_loss(path, batch, 0.1)[0]) for _ in range(4)]
+    first, *others = [gradients(parameters, sft_loss(path, batch, weights(predictability=0.1))[0]) for _ in range(4)]
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
@@ -203,11 +208,11 @@ def test_weight_0_is_bit_for_bit_the_loss_alone_and_a_weight_adds_to_it(make_con
     output = path.hidden(batch.input_ids_BT, path.predicted(batch.decoded_BT, batch.start_BT), use_cache=False)
     at_BT = batch.labels_BT != IGNORE
     plain = chunked(cross_entropy, output.last_hidden_state[at_BT], path.model.lm_head, batch.labels_BT[at_BT])
-    value, said = sft_loss(path, batch, 0.0)
+    value, said = sft_loss(path, batch, weights(predictability=0.0))
     assert torch.equal(value, plain) and said == {}
     want, got = gradients(parameters, plain), gradients(parameters, value)
     assert all(torch.equal(want[name], got[name]) for name in want)
-    weighted, said = sft_loss(path, batch, 0.25)
+    weighted, said = sft_loss(path, batch, weights(predictability=0.25))
     extra = divergence(path, batch)
     assert said == {
         "loss_alone": pytest.approx(float(plain.detach())),
@@ -251,3 +256,51 @@ def test_off_says_nothing(trained):
 def test_a_negative_weight_is_refused(make_config):
     with pytest.raises(Edge0Error, match=r"heads\.predictability: -1\.0 is below 0"):
         make_config("student_sft", "heads.predictability=-1")
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def plain_changes(path: StudentPath, batch: Batch, routing: RoutingPass, window: int) -> float:
+    """Python numbers, one row, token and layer at a time, with sets."""
+    total, softmax = 0.0, path.tier.router.kind == "softmax_topk"
+    for b, row in enumerate(batch.rows):
+        for t in range(len(row.prompt_ids) + 1, row.length - 1):
+            for layer in path.tier.consumers:
+                logits = routing.predictions[layer - 1][b, t].double().tolist()
+                scores = [math.exp(z) if softmax else 1 / (1 + math.exp(-z)) for z in logits]
+                recent = {e for before in routing.executed[layer][b, max(0, t - window) : t].tolist() for e in before}
+                total += sum(s for e, s in enumerate(scores) if e not in recent) / sum(scores)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("router", "sticky", "window"), [(None, None, 2), (None, Sticky(2.0, 3), 3), (SIGMOID, Sticky(0.1, 1), 1)]
+)
+def test_changes_are_the_scores_of_what_did_not_run_a_moment_ago(make_config, router, sticky, window):
+    path = make_path(make_config, router=router)[1]
+    if sticky:
+        path.tier = dataclasses.replace(path.tier, router=dataclasses.replace(path.tier.router, sticky=sticky))
+    batch = collate(task_rows("train", 3), 0)
+    routing = listening(path, batch)
+    value = float(routing_changes(path, routing).detach())
+    assert value == pytest.approx(plain_changes(path, batch, routing, window), rel=1e-5) and value > 1
+
+
+def test_the_change_penalty_pulls_heads_to_what_ran_and_packing_sums_it(make_config):
+    config, path = make_path(make_config)
+    rows = task_rows("train", 4)
+    packed = collate(rows, 0, pack_length=96)
+    assert len(packed.rows) == 4 and len(packed.input_ids_BT) < 4, "two documents share a line"
+    alone = sum(float(routing_changes(path, listening(path, collate([row], 0))).detach()) for row in rows)
+    assert float(routing_changes(path, listening(path, packed)).detach()) == pytest.approx(alone, rel=1e-4)
+    parameters = joint_parameters(config, path.heads) | lora_parameters(path)
+    plain, said = sft_loss(path, packed, weights())
+    weighed, said = sft_loss(path, packed, weights(change_penalty=0.1))
+    assert float((weighed - plain).detach()) == pytest.approx(0.1 * said["changes"], rel=1e-3)
+    found = gradients(parameters, routing_changes(path, listening(path, packed)))
+    assert {name for name in parameters if name.endswith("fc2.weight")} <= found.keys()
+    with torch.no_grad():
+        for name, grad in found.items():
+            parameters[name] -= 1e-3 * grad / (grad.norm() + 1e-12)
+    assert float(routing_changes(path, listening(path, packed)).detach()) < said["changes"]
