@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from edge0_runtime.cli.options import add_engine_options, load_engine
+from edge0_runtime.cli.models import load_catalog, model_name
+from edge0_runtime.cli.options import add_engine_options
 
 HELP = "serve OpenAI's chat API over HTTP"
 
@@ -12,13 +13,17 @@ HELP = "serve OpenAI's chat API over HTTP"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, and where to listen."""
     add_engine_options(parser)
+    parser.add_argument(
+        "--alias", type=model_name, metavar="NAME", help="what requests call the model (default: edge0-<tier>)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
     parser.add_argument("--port", type=int, default=8080)
+    parser.set_defaults(model=None)
 
 
 def run(args: argparse.Namespace) -> None:
     """Take the address before loading, so that one in use is said at once; serve until a signal ends it."""
     from edge0_runtime.server.app import bind, serve
 
-    with bind(args.host, args.port) as address, load_engine(args) as engine:
-        serve(engine, f"edge0-{engine.model.tier.name}", address)
+    with bind(args.host, args.port) as address, load_catalog(args) as catalog:
+        serve(catalog[catalog.default], catalog.default, address)

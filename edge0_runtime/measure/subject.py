@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from edge0_runtime import hub
 from edge0_runtime.arms import DEFAULT
 from edge0_runtime.contract.artifacts import KINDS, Adapter, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -20,11 +20,10 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Sticky, Tier, builtin_tier, builtin_tier_names, read_tier
 from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.loading import Adapters, build_model, needs_float32
+from edge0_runtime.loading import build_model, needs_float32
 from edge0_runtime.measure.outline import outline_of_tier, write_outline
 from edge0_runtime.model import Identity, Model
-
-HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+from edge0_runtime.serving import Adapters
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def open_subject(what: str, tier_name: str | None, k: int | None, sticky: Sticky
         elif named:
             tier = read_tier(what)
             write_outline(directory, outline_of_tier(tier))
-        elif found := HUB_ID.fullmatch(what):
+        elif found := hub.ID.fullmatch(what):
             from edge0_runtime.measure.hub import outline_of_hub  # with its libraries, which nothing else needs
 
             source = "hub"
