@@ -10,6 +10,10 @@ from edge0_runtime.cli.options import at_least_one
 from edge0_runtime.contract.tier import Sticky
 
 HELP = "will a model run, and how fast? Loads no weights and downloads none"
+EXAMPLES = """\
+edge0_runtime doctor models/nano
+edge0_runtime doctor 35b --memory 16 --disk-mib-s 2000
+edge0_runtime doctor ORG/NAME@main --json"""
 MIB, GIB = 2**20, 2**30
 
 

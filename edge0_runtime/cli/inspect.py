@@ -11,6 +11,9 @@ from edge0_runtime.inspection import inspect, inspection_text
 
 LINES = 1000  # a directory's phases, metrics and parents, each on its own
 HELP = "contract and provenance of a model directory; loads no weights"
+EXAMPLES = """\
+edge0_runtime inspect models/nano
+edge0_runtime inspect ORG/NAME@main --adapters runs/b/adapters --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

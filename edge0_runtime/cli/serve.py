@@ -8,6 +8,10 @@ from edge0_runtime.cli.models import load_catalog, model_name
 from edge0_runtime.cli.options import add_engine_options
 
 HELP = "serve OpenAI's chat API over HTTP"
+EXAMPLES = """\
+edge0_runtime serve models/nano --port 8080
+edge0_runtime serve ORG/NAME@main --memory-budget 4 --alias local
+edge0_runtime serve --model base=models/nano,no-prerouter,no-lora --model both=models/nano"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,9 @@ import json
 from edge0_runtime.cli.options import add_engine_options, load_engine
 
 HELP = "check that the directory serves as it was trained"
+EXAMPLES = """\
+edge0_runtime verify models/nano
+edge0_runtime verify models/base --adapters runs/b/adapters --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
