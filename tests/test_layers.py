@@ -16,6 +16,7 @@ CODE = ("edge0_runtime", "edge0_train", "recipes", "scripts", "benchmarks", "tes
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "edge0_runtime": (
         ("contract",),
+        ("scanning",),
         ("libraries", "units", "hub"),
         ("experts", "inspection"),  # bytes: they know neither routing nor step
         ("host", "routing", "sampling", "sticky", "text", "activations"),

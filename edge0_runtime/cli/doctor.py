@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="a model directory, a built-in tier or its YAML file, or a Hub id: ORG/NAME[@REVISION]",
     )
+    parser.add_argument("--adapters", metavar="DIR", help="directory or Hub id of the adapter files, if not in WHAT")
     parser.add_argument("--tier", metavar="NAME", help="which adapter files, or the tier of a base without any")
     parser.add_argument("--k", type=int, metavar="N", help="as if adapters for this K were there")
     parser.add_argument(
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         tier_name=args.tier,
         k=args.k,
         sticky=args.sticky,
+        adapters=args.adapters,
         memory_bytes=None if args.memory is None else int(args.memory * GIB),
         budget_bytes=None if args.memory_budget is None else int(args.memory_budget * GIB),
         context=args.context,

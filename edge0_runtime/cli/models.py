@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edge0_runtime.arms import ARMS
@@ -83,14 +84,14 @@ def asked(args: argparse.Namespace) -> list[Named]:
     return models
 
 
-def load_catalog(args: argparse.Namespace) -> Catalog:
-    """All models that the command line asks for; one without a name is called by its tier."""
+def load_catalog(args: argparse.Namespace, models: Sequence[Named]) -> Catalog:
+    """The models that are `asked` for, by the engine's options; one without a name is called by its tier."""
     from edge0_runtime.catalog import Catalog, Entry
     from edge0_runtime.serving import Serving
 
     escape_libraries()
     entries = {}
-    for model in asked(args):
+    for model in models:
         adapters = None if model.adapters is None else adapters_of(model.adapters)
         serving = Serving(model.prerouter, model.lora, model.arm, adapters, model.tier)
         entries[model.name] = Entry(directory_of(model.directory), serving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from edge0_runtime.cli.models import load_catalog, model_name
+from edge0_runtime.cli.models import asked, load_catalog, model_name, named
 from edge0_runtime.cli.options import add_engine_options
 
 HELP = "serve OpenAI's chat API over HTTP"
@@ -16,18 +16,26 @@ edge0_runtime serve --model base=models/nano,no-prerouter,no-lora --model both=m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, and where to listen."""
-    add_engine_options(parser)
+    add_engine_options(parser, optional=True)
+    parser.add_argument(
+        "--model",
+        action="append",
+        type=named,
+        metavar="NAME=DIR[,...]",
+        help="instead of MODEL_DIR, may be repeated: models of one base by the names that requests ask for; options:"
+        " no-prerouter, no-lora, arm=ARM, adapters=DIR, tier=NAME",
+    )
     parser.add_argument(
         "--alias", type=model_name, metavar="NAME", help="what requests call the model (default: edge0-<tier>)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
     parser.add_argument("--port", type=int, default=8080)
-    parser.set_defaults(model=None)
 
 
 def run(args: argparse.Namespace) -> None:
     """Take the address before loading, so that one in use is said at once; serve until a signal ends it."""
     from edge0_runtime.server.app import bind, serve
 
-    with bind(args.host, args.port) as address, load_catalog(args) as catalog:
+    models = asked(args)
+    with bind(args.host, args.port) as address, load_catalog(args, models) as catalog:
         serve(catalog[catalog.default], catalog.default, address)

@@ -77,10 +77,9 @@ def test_reset_begins_anew(hold, prompts_seen):
 
 def test_undo_and_retry_go_back_a_question(hold, prompts_seen):
     """Greedy, so a question that is asked again gets the same prompt and the same answer."""
-    out, err = hold("1+1", "2+2", "/retry", "/undo", "2+2", "/undo", "/undo", "/undo", "/retry", "3+3")
+    _, err = hold("1+1", "2+2", "/retry", "/undo", "2+2", "/undo", "/undo", "/undo", "/retry", "3+3")
     first, second, again, third, last = prompts_seen
     assert second == again == third and len(last) == len(first) < len(second)
-    assert out.count("\n") == 5 and len(set(out.splitlines()[1:4])) == 1
     assert err.count("forgotten: 2+2") == 2 and err.count("forgotten: 1+1") == 1
     assert "there is no question to forget" in err and "there is no question to answer again" in err
 
@@ -262,8 +261,8 @@ def test_a_terminal_has_line_editing_tab_and_a_history(tiny_dir, tmp_path):
 def test_sixty_columns_are_enough(tiny_dir):
     terminal = Terminal(tiny_dir, "--max-tokens", "40", "--temperature", "0", "--seed", "1", columns=60)
     terminal.until(b"> ")
-    for line, word in ((b"/help", b"a space before it"), (b"1+1", b"cut at"), (b"/stats", b"memory ")):
-        terminal.type(line + b"\r")
+    for lines, word in ((b"/help\r", b"a space before it"), (b"1+1\r/stats\r", b"memory ")):
+        terminal.type(lines)
         terminal.until(word)
     terminal.type(b"/load " + b"nowhere/" * 6 + b"\r")
     terminal.until(b"cannot be read")

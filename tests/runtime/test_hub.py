@@ -51,6 +51,20 @@ def test_doctor_takes_a_repository(served: list[tuple[str, int]], tiny_dir: Path
     assert by_id["budgets"] == by_directory["budgets"]
 
 
+def test_doctor_takes_adapters_beside_a_base(
+    served: list[tuple[str, int]], base_dir: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    asked = {"memory_bytes": 2**30, "disk_bytes_per_second": 1e7}
+    wanted = doctor(str(tiny_dir), **asked)
+    for adapters in ("org/tiny@main", str(tiny_dir)):
+        found = doctor(str(base_dir), adapters=adapters, **asked)
+        assert found["tier"] == "tiny" and found["budgets"] == wanted["budgets"]
+    with pytest.raises(Edge0Error, match="no adapter file of a tier is there"):
+        doctor(str(base_dir), adapters=str(tmp_path))
+    with pytest.raises(Edge0Error, match="adapters: nano is a tier and names none; leave out --adapters"):
+        doctor("nano", adapters=str(tiny_dir))
+
+
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
