@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 
 from edge0_runtime.cli.models import asked, load_catalog, model_name, named
 from edge0_runtime.cli.options import add_engine_options
@@ -29,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--alias", type=model_name, metavar="NAME", help="what requests call the model (default: edge0-<tier>)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
-    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--port", type=int, default=8080, help="(default %(default)s; 0: one that is free)")
+    parser.add_argument(
+        "--json", action="store_true", help="one object on stdout as soon as requests are taken: url, models, pid"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,4 +43,9 @@ def run(args: argparse.Namespace) -> None:
 
     models = asked(args)
     with bind(args.host, args.port) as address, load_catalog(args, models) as catalog:
-        serve(catalog[catalog.default], catalog.default, address)
+        address.listen()  # who connects from now on is answered, if a moment later
+        if args.json:
+            host, port = address.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            print(json.dumps({"url": url, "models": list(catalog), "pid": os.getpid()}), flush=True)
+        serve(catalog, address)
