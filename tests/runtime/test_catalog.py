@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import mlx.core as mx
 import numpy as np
+import openai
 import pytest
 
 from edge0_runtime.catalog import Catalog, Entry
@@ -15,10 +21,12 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import builtin_tier
 from edge0_runtime.engine import Engine
 from edge0_runtime.serving import Serving
+from edge0_runtime.text import chat_ids
 from edge0_train.base import quantize_checkpoint
 from tests.mlx_memory import mlx_bytes
 from tests.random_adapters import random_heads, write_adapters
 from tests.runtime.conftest import NANO_ASSETS, TIER, write_base
+from tests.runtime.scripted_server import live
 
 WAYS = {
     "both": Serving(),
@@ -214,3 +222,52 @@ def test_adapters_that_are_not_there_are_named(base_dir, tmp_path):
         Engine.load(base_dir, adapters=tmp_path / "nowhere")
     with pytest.raises(Edge0Error, match=rf"{tmp_path}/prerouter_edge0_<tier>.safetensors: file not found"):
         Engine.load(base_dir, adapters=tmp_path)
+
+
+# -- one endpoint ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_choose_a_model_by_its_name(tiny_dir):
+    """Through OpenAI's own client, whole and streamed, in turns; each answer is that of its engine alone."""
+    question = [{"role": "user", "content": "1+1"}]
+    names = {name: entry for name, entry in entries(tiny_dir).items() if name in ("both", "base")}
+    wanted = {}
+    for name, entry in names.items():
+        with alone(tiny_dir, entry.serving) as engine:
+            ids = chat_ids(engine.tokenizer, question)
+            tokens = [step.token for step in engine.generate(ids, max_tokens=12)]
+            wanted[name] = engine.tokenizer.decode([token for token in tokens if token not in engine.eos_ids])
+    assert wanted["both"] != wanted["base"]
+    with (
+        Catalog.load(names) as catalog,
+        live(catalog) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["both", "base"]
+        for _ in range(2):
+            for name, text in wanted.items():
+                asked = {"messages": question, "temperature": 0, "max_tokens": 12}
+                answer = client.chat.completions.create(model=name, **asked)
+                assert (answer.model, answer.choices[0].message.content) == (name, text)
+                chunks = client.chat.completions.create(model=name, stream=True, **asked)
+                assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+        with pytest.raises(openai.NotFoundError, match="model"):
+            client.chat.completions.create(model="heads", **asked)
+
+
+def test_serve_takes_several_models_and_says_where_it_listens(tiny_dir):
+    command = [sys.executable, "-m", "edge0_runtime", "serve", "--port", "0", "--json"]
+    command += ["--model", f"base={tiny_dir},no-prerouter,no-lora", "--model", f"both={tiny_dir}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        told = json.loads(process.stdout.readline())
+        assert told["models"] == ["base", "both"] and told["pid"] == process.pid
+        with httpx.Client(base_url=told["url"], timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": "1+1"}], "max_tokens": 4}
+            names = [
+                client.post("/v1/chat/completions", json=body | more).json()["model"]
+                for more in ({}, {"model": "both"})
+            ]
+        assert names == ["base", "both"]
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == "" and "Traceback" not in err
