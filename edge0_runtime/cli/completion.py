@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the shell's code."""
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["edge0_runtime"], shell=args.shell))
+    print(shellcode(["edge0_runtime"], shell=args.shell))
 
 
 def answer(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import signal
 import socket
@@ -103,7 +104,9 @@ def serve(engines: Mapping[str, Engine], address: socket.socket) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     app = create_app(engines, host)
     log.info("serving %s at http://%s:%d/v1", ", ".join(engines), f"[{host}]" if ":" in host else host, port)
-    config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, server_header=False)
+    logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logs["handlers"]["access"]["stream"] = "ext://sys.stderr"  # stdout is for what --json says
+    config = uvicorn.Config(app, log_config=logs, timeout_graceful_shutdown=GRACE_S, server_header=False)
     uvicorn.Server(config).run(sockets=[address])
 
 

@@ -265,7 +265,7 @@ def test_sixty_columns_are_enough(tiny_dir):
         terminal.type(lines)
         terminal.until(word)
     terminal.type(b"/load " + b"nowhere/" * 6 + b"\r")
-    terminal.until(b"cannot be read")
+    terminal.until(b"No such file")
     terminal.end()
     ours = terminal.seen.decode("utf-8", "replace").partition("Ctrl-D ends")[2].replace("\r", "").split("\n")
     assert all(len(line) <= 60 for line in ours if "nowhere" not in line and "\x1b" not in line), ours
