@@ -75,7 +75,8 @@ litellm.completion(
 - model_id: edge0
   model_name: $model
   api_base: $base
-  headers: {"Authorization": "Bearer $key"}""",
+  # where the server has an API key, `llm keys set edge0`, and:
+  # api_key_name: edge0""",
     ),
     "open-webui": Tool(
         "the environment of Open WebUI, or Admin Settings > Connections > OpenAI. In a container 127.0.0.1 is the container:"
