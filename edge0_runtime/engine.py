@@ -34,6 +34,7 @@ from edge0_runtime.model import Model
 from edge0_runtime.request import Token
 from edge0_runtime.sampling import Defaults, Processor, Sampler, make_sampler, processed
 from edge0_runtime.sequence import Sequence
+from edge0_runtime.serving import Serving
 from edge0_runtime.text import end_tokens, load_tokenizer
 
 __all__ = ["Engine", "Token"]
@@ -59,7 +60,9 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: frozenset[int],
         defaults: Defaults,
+        busy: threading.Lock | None = None,
     ) -> None:
+        """`busy` is held while a request runs; engines whose models share memory share it too."""
         self.model_dir = model_dir
         self.model = model
         self.sequence: Sequence | None = None
@@ -68,7 +71,7 @@ class Engine:
         self.defaults = defaults
         self.context_length = model.context_length
         self.prefill_chunk, self.prefill_width = model.prefill_chunk, model.prefill_width
-        self._busy = threading.Lock()
+        self._busy = busy or threading.Lock()
         self._requests = self._prompt_tokens = self._generated_tokens = 0
 
     @classmethod
@@ -84,6 +87,7 @@ class Engine:
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
         tier_name: str | None = None,
+        adapters: str | os.PathLike[str] | None = None,
         float32: bool = False,
     ) -> Engine:
         """Load a model directory.
@@ -100,31 +104,24 @@ class Engine:
             io_threads: threads that read experts.
             allow_mismatch: serve adapters that name another base or prerouter.
             tier_name: which adapter files, when the directory holds several or none.
+            adapters: the directory of the adapter files, where they don't lie beside the base.
             float32: compute in float32 where the device would in the dtype of the files (`verify`); a CPU always does.
 
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
-        if context is not None and context < 1:
-            raise Edge0Error(f"context: {context} must be at least 1")
         checkpoint = Checkpoint.open(Path(model_dir))
-        check_library_files(checkpoint.directory)
-        defaults = Defaults.of_model(checkpoint.directory)
-        tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config)
-        eos_ids = end_tokens(checkpoint, tokenizer)
+        language = read_language(checkpoint)
         model = load_model(
             checkpoint,
-            arm=arm,
-            prerouter=prerouter,
-            lora=lora,
-            budget_bytes=_budget_bytes(memory_budget),
+            Serving(prerouter, lora, arm, None if adapters is None else Path(adapters), tier_name),
+            budget_bytes=budget_bytes_of(memory_budget),
             context=context,
             io_threads=io_threads,
             allow_mismatch=allow_mismatch,
-            tier_name=tier_name,
             float32=float32,
         )
-        engine = cls(checkpoint.directory, model, tokenizer, eos_ids, defaults)
+        engine = cls(checkpoint.directory, model, *language)
         log.info("%s", engine.plan())
         return engine
 
@@ -141,7 +138,7 @@ class Engine:
 
     def set_memory_budget(self, memory_budget: float | None) -> None:
         """Serve the requests that follow within another budget, as in `load`. Raises Edge0Error while one runs."""
-        budget_bytes = _budget_bytes(memory_budget)
+        budget_bytes = budget_bytes_of(memory_budget)
         with self._between_requests("memory_budget"):
             self.model.resize(budget_bytes)
             self.prefill_chunk, self.prefill_width = self.model.prefill_chunk, self.model.prefill_width
@@ -320,7 +317,16 @@ class Engine:
         self.close()
 
 
-def _budget_bytes(memory_budget: float | None) -> int | None:
+def read_language(checkpoint: Checkpoint) -> tuple[PreTrainedTokenizerBase, frozenset[int], Defaults]:
+    """Tokenizer, end tokens and sampling of a model directory; raises Edge0Error before anything large is read."""
+    check_library_files(checkpoint.directory)
+    defaults = Defaults.of_model(checkpoint.directory)
+    tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config)
+    return tokenizer, end_tokens(checkpoint, tokenizer), defaults
+
+
+def budget_bytes_of(memory_budget: float | None) -> int | None:
+    """GiB as bytes. Raises Edge0Error where it is no number of them."""
     if memory_budget is None:
         return None
     if not (math.isfinite(memory_budget) and memory_budget > 0):

@@ -65,19 +65,22 @@ def tier_line(data: Mapping[str, Any]) -> str:
     return f"{data['name']}: {data['model']} ({data['family']}), {arch['num_hidden_layers']} layers, {experts}"
 
 
-def inspect(model_dir: Path, tier_name: str | None = None) -> dict[str, Any]:
+def inspect(model_dir: Path, tier_name: str | None = None, adapters_dir: Path | None = None) -> dict[str, Any]:
     """Base, adapters, whether they belong together, and what the public project's runtime would not load.
+
+    The adapter files lie beside the base, or in `adapters_dir`.
 
     Raises Edge0Error where the base or an adapter file is damaged; whole files that do not belong together
     are reported.
     """
     checkpoint = Checkpoint.open(model_dir)
     identity = checkpoint.identity()
-    adapters = {kind: find_adapter(model_dir, kind, tier_name) for kind in KINDS}
+    adapters = {kind: find_adapter(adapters_dir or model_dir, kind, tier_name) for kind in KINDS}
     tiers = [adapter.tier for adapter in adapters.values() if adapter is not None]
     problems, unchecked = _binding(checkpoint, identity, adapters)
     return {
         "model_dir": str(model_dir),
+        "adapters_dir": str(adapters_dir or model_dir),
         "base": _base(checkpoint, identity, tiers[0] if tiers else None),
         **{kind: None if adapter is None else _adapter(adapter) for kind, adapter in adapters.items()},
         "problems": problems,
@@ -89,6 +92,7 @@ def inspection_text(data: Mapping[str, Any]) -> str:
     """`inspect` for people."""
     base = data["base"]
     lines = [f"base {data['model_dir']}"]
+    beside = data["adapters_dir"] == data["model_dir"]
     lines += [f"  {key}: {_value(value)}" for key, value in base.items() if key != "upstream_problems"]
     lines += _upstream_lines(base.get("upstream_problems"))
     for kind in KINDS:
@@ -96,7 +100,8 @@ def inspection_text(data: Mapping[str, Any]) -> str:
         if adapter is None:
             lines += ["", f"{kind}: no file"]
             continue
-        lines += ["", f"{kind} {adapter['file']}"]
+        where = "" if beside else f" in {data['adapters_dir']}"
+        lines += ["", f"{kind} {adapter['file']}{where}"]
         plain = {k: v for k, v in adapter.items() if k not in ("file", "provenance", "upstream_problems")}
         lines += [f"  {key}: {_value(value)}" for key, value in plain.items()]
         lines += _provenance_lines(adapter["provenance"])

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from edge0_runtime.scanning import scan_kept
+
 
 class _Later(ModuleType):
     """Stands for a module until somebody asks it for something; from then on it has all that the module has."""
@@ -43,7 +45,8 @@ def postponed(*names: str) -> Iterator[None]:
                 del sys.modules[name]
 
 
-with postponed("torch", "wandb"):
+# huggingface_hub's HTTP client imports trio for those who use it: a tenth of a second.
+with scan_kept(), postponed("torch", "wandb", "trio"):
     from mlx_lm import tool_parsers
     from mlx_lm.generate import TextStateMachine, make_text_state_machine
     from mlx_lm.models.cache import make_prompt_cache

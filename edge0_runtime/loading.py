@@ -6,10 +6,7 @@ The mathematics is mlx-lm's. In every MoE block two submodules are replaced, the
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +14,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from edge0_runtime.arms import DEFAULT, Parts, arm_class
-from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
-from edge0_runtime.contract.binding import check_binding
-from edge0_runtime.contract.checkpoint import Checkpoint
+from edge0_runtime.arms import Parts, arm_class
+from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.tier import Tier, builtin_tier
+from edge0_runtime.contract.tier import Tier
 from edge0_runtime.embedding import StreamedEmbedding
 from edge0_runtime.experts.pool import slot_nbytes
 from edge0_runtime.experts.reader import MAX_IO_THREADS
@@ -32,57 +27,28 @@ from edge0_runtime.gates import Gate, wrap_gate
 from edge0_runtime.heads import Heads
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.model import Fixed, Identity, Model
-from edge0_runtime.network import evaluate, load_network, network_nbytes, take_slices, to_float32, widened_nbytes
+from edge0_runtime.network import (
+    evaluate,
+    load_network,
+    network_nbytes,
+    share_base,
+    take_slices,
+    to_float32,
+    widened_nbytes,
+)
 from edge0_runtime.plan import check_memory
+from edge0_runtime.serving import Adapters, Serving, find_checked_adapters
+from edge0_runtime.sharing import follow, lead
 from edge0_runtime.step import Running
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The tier of a model directory, and those of its two adapter files that are served.
-
-    Either file's tier serves both: `check_binding` refuses two that differ (the LoRA's own layout aside).
-    """
-
-    tier: Tier
-    prerouter: Adapter | None
-    lora: Adapter | None
-
-
-def find_adapters(directory: Path, *, prerouter: bool, lora: bool, tier_name: str | None) -> Adapters:
-    """Read the wanted adapter files of `directory` and find out the tier.
-
-    The tier is the one in the files' contract; for files without one, and for serving without any, the
-    built-in tier `tier_name` (or the one in the file's name). Raises Edge0Error naming the missing file and
-    the flag that does without.
-    """
-    found = {kind: find_adapter(directory, kind, tier_name) for kind in KINDS}
-    wanted: dict[Kind, bool] = {"prerouter": prerouter, "lora": lora}
-    for kind in KINDS:
-        if wanted[kind] and found[kind] is None:
-            name = f"{kind}_edge0_{tier_name or '<tier>'}.safetensors"
-            raise Edge0Error(
-                f"{directory / name}: file not found; put the exported file there, or serve without it: --no-{kind}"
-            )
-    known = found["prerouter"] or found["lora"]  # a file that is not served still says the K it was made for
-    if known is None and tier_name is None:
-        raise Edge0Error(f"{directory}: no adapter file there names a tier; choose one with --tier")
-    tier = known.tier if known else builtin_tier(str(tier_name))
-    return Adapters(tier, found["prerouter"] if prerouter else None, found["lora"] if lora else None)
 
 
 def load_model(
     checkpoint: Checkpoint,
+    serving: Serving,
     *,
-    arm: str | None,
-    prerouter: bool,
-    lora: bool,
     budget_bytes: int | None,
     io_threads: int,
     allow_mismatch: bool,
-    tier_name: str | None,
     float32: bool,
     context: int | None = None,
 ) -> Model:
@@ -92,38 +58,69 @@ def load_model(
 
     Bindings that can't be checked are logged as warnings. Raises Edge0Error before anything large is read.
     """
-    if arm is None:
-        arm = DEFAULT if prerouter else "on_demand"
-    needs_heads = arm_class(arm).needs_heads
-    if needs_heads and not prerouter:
-        raise Edge0Error(f"arm: {arm} needs the prerouter file; leave out one of --arm and --no-prerouter")
+    (model,) = load_models(
+        checkpoint, [serving], budget_bytes=budget_bytes, io_threads=io_threads, allow_mismatch=allow_mismatch,
+        float32=float32, context=context,
+    )  # fmt: skip
+    return model
+
+
+def load_models(
+    checkpoint: Checkpoint,
+    servings: Sequence[Serving],
+    *,
+    budget_bytes: int | None,
+    io_threads: int,
+    allow_mismatch: bool,
+    float32: bool,
+    context: int | None = None,
+) -> list[Model]:
+    """One base served in several ways, as `load_model` would serve it in each: its tensors and the experts are in memory once.
+
+    One sequence at a time may run on all of them together. Closing one closes all.
+    """
     if not 1 <= io_threads <= MAX_IO_THREADS:
         raise Edge0Error(f"io_threads: {io_threads} must be between 1 and {MAX_IO_THREADS}")
-    adapters = find_adapters(checkpoint.directory, prerouter=needs_heads, lora=lora, tier_name=tier_name)
-    _check_supported(adapters.tier)
-    checkpoint.check_architecture(adapters.tier)
+    if context is not None and context < 1:
+        raise Edge0Error(f"context: {context} must be at least 1")
+    arms = [serving.arm_name for serving in servings]
+    if len({arm_class(arm).streams for arm in arms}) > 1:
+        raise Edge0Error(
+            f"arm: {', '.join(dict.fromkeys(arms))}: one holds all experts and another streams them; they share no memory, so"
+            " serve them by servers of their own"
+        )
     base = checkpoint.identity()
-    for note in check_binding(base, adapters.prerouter, adapters.lora, allow_mismatch):
-        log.warning("%s", note)
-    identity = Identity(
-        base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora))
-    )
-    store = ExpertStore.open(checkpoint, adapters.tier, base.fingerprint)
-    float32 = float32 or needs_float32()
+    adapters = [
+        find_checked_adapters(checkpoint, base, serving, arm, allow_mismatch)
+        for serving, arm in zip(servings, arms, strict=True)
+    ]
+    store = ExpertStore.open(checkpoint, adapters[0].tier, base.fingerprint)
+    models: dict[int, Model] = {}
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
-        model = build_model(
-            checkpoint, adapters, identity, store, arm=arm, context=context, io_threads=io_threads, float32=float32
-        )
-        undo.callback(model.close)
-        if model.arm.streams:
-            model.resize(budget_bytes)
+        # The most experts a token need the shortest prompt chunks, and the plan is the first one's.
+        for index in sorted(range(len(servings)), key=lambda index: -adapters[index].tier.k):
+            models[index] = build_model(
+                checkpoint, adapters[index], _identity(base, adapters[index]), store, arm=arms[index], context=context,
+                io_threads=io_threads, float32=float32 or needs_float32(), built=list(models.values()),
+            )  # fmt: skip
+        leader, *followers = models.values()
+        undo.callback(leader.close)
+        lead(leader, followers)
+        if leader.arm.streams:
+            leader.resize(budget_bytes)
         else:
-            model.hold_embedding(True)
-            model.widen()
-        evaluate(model.network)
+            leader.hold_embedding(True)
+            leader.widen()
+        follow(leader, followers)
+        for model in models.values():
+            evaluate(model.network)
         undo.pop_all()
-    return model
+    return [models[index] for index in range(len(servings))]
+
+
+def _identity(base: BaseIdentity, adapters: Adapters) -> Identity:
+    return Identity(base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
 
 
 def build_model(
@@ -136,17 +133,23 @@ def build_model(
     io_threads: int,
     float32: bool,
     context: int | None = None,
+    built: Sequence[Model] = (),
 ) -> Model:
-    """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet."""
+    """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet.
+
+    Of models that are `built` for the same base it takes that, and the adapters that it has in common with one.
+    """
     tier = adapters.tier
-    context_length = _context_length(checkpoint)
+    context_length = context_length_of(checkpoint)
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
     modules = dict(network.named_modules())
     if float32:
         to_float32(network, packed_too=False)
+    if built:
+        share_base(modules, built[0].base)
     base_bytes = network_nbytes(network) - _expert_nbytes(tier, modules)
     embedding_bytes = network_nbytes(modules[tier.layout.embedding]) if store.embedding else 0
-    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, float32)
+    heads, lora_modules, adapter_bytes = _serve_adapters(network, adapters, float32, identity, built)
     streams = arm_class(arm).streams
     if not streams:
         experts = sum(store.num_experts * slot_nbytes(tensors, float32) for tensors in store.tensors.values())
@@ -157,11 +160,12 @@ def build_model(
     gates = _wrap_blocks(tier, modules, running, ResidentSwitchGLU if not streams else StreamingSwitchGLU)
     embedding: Any = modules[tier.layout.embedding]
     if store.embedding:
-        embedding = StreamedEmbedding(embedding, store, float32)
+        embedding = built[0].parts.embed if built else StreamedEmbedding(embedding, store, float32)
         network.update_modules(tree_unflatten([(tier.layout.embedding, embedding)]))
     widened, cast = widened_nbytes(network) if float32 else (0, 0)
     return Model(
         network=network,
+        base=modules,
         parts=Parts(tier, gates, heads, embedding),
         running=running,
         store=store,
@@ -190,7 +194,9 @@ def needs_float32() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def _serve_adapters(network: nn.Module, adapters: Adapters, float32: bool) -> tuple[Heads | None, int, int]:
+def _serve_adapters(
+    network: nn.Module, adapters: Adapters, float32: bool, identity: Identity, built: Sequence[Model]
+) -> tuple[Heads | None, int, int]:
     """(heads, modules that carry a LoRA now, bytes that both take)."""
     before = network_nbytes(network)
     lora_modules = 0
@@ -201,7 +207,8 @@ def _serve_adapters(network: nn.Module, adapters: Adapters, float32: bool) -> tu
     adapter_bytes = network_nbytes(network) - before
     if adapters.prerouter is None:
         return None, lora_modules, adapter_bytes
-    heads = Heads(adapters.tier, adapters.prerouter.tensors, packed=float32)
+    same = (other.heads for other in built if other.identity.prerouter_sha256 == identity.prerouter_sha256)
+    heads = next(same, None) or Heads(adapters.tier, adapters.prerouter.tensors, packed=float32)
     return heads, lora_modules, adapter_bytes + heads.nbytes
 
 
@@ -233,12 +240,8 @@ def _expert_nbytes(tier: Tier, modules: Mapping[str, nn.Module]) -> int:
     return sum(network_nbytes(modules[_experts_path(tier, layer)]) for layer in layers)
 
 
-def _check_supported(tier: Tier) -> None:
-    if tier.router.kind == "softmax_topk" and tier.router.scaling != 1.0:
-        raise Edge0Error(f"tier.router.scaling: {tier.router.scaling} isn't served for softmax_topk; it must be 1")
-
-
-def _context_length(checkpoint: Checkpoint) -> int:
+def context_length_of(checkpoint: Checkpoint) -> int:
+    """By config.json. Raises Edge0Error where it says none."""
     value = checkpoint.text_config().get("max_position_embeddings")
     if type(value) is not int or value < 1:
         raise Edge0Error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -61,7 +62,8 @@ class Model:
 
     Attributes:
         network: mlx-lm's, gates and expert calls wrapped. layers: its layers. parts: what arms use.
-            running: which step the wrappers serve.
+            running: which step the wrappers serve. base: the network's own modules by path, inside what wraps them.
+        shared: other models of the same base compute from the same memory (`sharing`).
         identity: of the files. context_length: tokens. context: those of them that
             plans reserve memory for; None: DEFAULT_CONTEXT. lora_modules: how many modules carry a LoRA.
         store: the experts on disk. memory, plan: those in memory, and why so many; None where all are resident.
@@ -74,6 +76,7 @@ class Model:
         self,
         *,
         network: nn.Module,
+        base: Mapping[str, nn.Module],
         parts: Parts,
         running: Running,
         store: ExpertStore,
@@ -85,7 +88,8 @@ class Model:
         context: int | None = None,
     ) -> None:
         """Served by the arm of that name. Experts that stream are still to be given memory (`resize`)."""
-        self.network, self.layers = network, Layers(network)
+        self.network, self.layers, self.base = network, Layers(network), base
+        self.shared = False
         self.parts, self.running = parts, running
         self.store, self.identity = store, identity
         self.context_length, self.lora_modules = context_length, lora_modules
@@ -144,9 +148,11 @@ class Model:
 
     def resize(self, budget_bytes: int | None) -> None:
         """Hold as many experts as fit into another budget; between requests only. Says the plan first."""
-        experts = [module for module in self.network.modules() if isinstance(module, StreamingSwitchGLU)]
+        experts = self._streaming()
         if not experts:
             raise Edge0Error(f"memory_budget: arm {self.arm_name} holds all experts; it has no budget")
+        if self.shared and self.plan is not None:
+            raise Edge0Error("memory_budget: several models share it; start them again with another")
         self.recover()
         self.store.check()
         plan = self._measured(self.plan_for(budget_bytes))
@@ -159,10 +165,17 @@ class Model:
         self.hold_embedding(plan.embedding_held)
         if plan.widened_bytes:
             self.widen()
-        self.memory = ExpertMemory(self.store, self.fixed.io_threads, plan.slots, self.tier.k, self.fixed.float32)
-        for module in experts:
-            module.attach(self.memory)
-        self.plan = plan
+        memory = ExpertMemory(self.store, self.fixed.io_threads, plan.slots, self.tier.k, self.fixed.float32)
+        self.compute_from(memory, plan)
+
+    def compute_from(self, memory: ExpertMemory, plan: Plan) -> None:
+        """Take the experts from these slots, which were made by that plan."""
+        for module in self._streaming():
+            module.attach(memory)
+        self.memory, self.plan = memory, plan
+
+    def _streaming(self) -> list[StreamingSwitchGLU]:
+        return [module for module in self.network.modules() if isinstance(module, StreamingSwitchGLU)]
 
     def plan_for(self, budget_bytes: int | None, memory_bytes: int | None = None, context: int | None = None) -> Plan:
         """What a budget buys on a machine of that much memory, this one by default, beside that context; reads nothing."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def widened_nbytes(network: nn.Module) -> tuple[int, int]:
         for module in network.modules()
     ]
     return sum(grown), 2 * max(grown)
+
+
+def share_base(mine: Mapping[str, nn.Module], theirs: Mapping[str, nn.Module]) -> None:
+    """Have modules hold the very arrays that the modules of the same paths hold in another network of the same checkpoint."""
+    for path, module in mine.items():
+        for name, value in theirs[path].items():
+            if isinstance(value, mx.array):
+                module[name] = value
 
 
 def evaluate(network: nn.Module) -> None:

@@ -16,16 +16,19 @@ CODE = ("edge0_runtime", "edge0_train", "recipes", "scripts", "benchmarks", "tes
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "edge0_runtime": (
         ("contract",),
-        ("libraries", "units"),
+        ("scanning",),
+        ("libraries", "units", "hub"),
         ("experts", "inspection"),  # bytes: they know neither routing nor step
         ("host", "routing", "sampling", "sticky", "text", "activations"),
         ("step", "heads", "layers", "lora", "network", "embedding", "plan"),
         ("gates",),
         ("arms",),
         ("model",),
+        ("sharing", "serving"),
         ("loading", "sequence"),
         ("request",),
         ("engine",),
+        ("catalog",),
         ("measure", "server"),
         ("cli",),
         ("__main__",),

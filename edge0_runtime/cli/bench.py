@@ -11,6 +11,10 @@ from edge0_runtime.arms import ARMS, arm_class
 from edge0_runtime.cli.options import add_engine_options, at_least_one, load_engine, unicode_text
 
 HELP = "measure speed and memory"
+EXAMPLES = """\
+edge0_runtime bench models/nano
+edge0_runtime bench models/nano --arms prerouter,on_demand --rounds 4
+edge0_runtime bench models/nano --share"""
 PROMPTS = ("What is 17 times 4?", "Explain step by step why the sky is blue and sunsets are red.")
 
 

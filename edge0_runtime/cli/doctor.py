@@ -10,6 +10,10 @@ from edge0_runtime.cli.options import at_least_one
 from edge0_runtime.contract.tier import Sticky
 
 HELP = "will a model run, and how fast? Loads no weights and downloads none"
+EXAMPLES = """\
+edge0_runtime doctor models/nano
+edge0_runtime doctor 35b --memory 16 --disk-mib-s 2000
+edge0_runtime doctor ORG/NAME@main --json"""
 MIB, GIB = 2**20, 2**30
 
 
@@ -20,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="a model directory, a built-in tier or its YAML file, or a Hub id: ORG/NAME[@REVISION]",
     )
+    parser.add_argument("--adapters", metavar="DIR", help="directory or Hub id of the adapter files, if not in WHAT")
     parser.add_argument("--tier", metavar="NAME", help="which adapter files, or the tier of a base without any")
     parser.add_argument("--k", type=int, metavar="N", help="as if adapters for this K were there")
     parser.add_argument(
@@ -56,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         tier_name=args.tier,
         k=args.k,
         sticky=args.sticky,
+        adapters=args.adapters,
         memory_bytes=None if args.memory is None else int(args.memory * GIB),
         budget_bytes=None if args.memory_budget is None else int(args.memory_budget * GIB),
         context=args.context,

@@ -9,6 +9,10 @@ from pathlib import Path
 from edge0_runtime.cli.options import add_engine_options, load_engine, shower, unicode_text
 
 HELP = "continue a text"
+EXAMPLES = """\
+edge0_runtime generate models/nano --prompt "9+9+0=18 9+8+1="
+edge0_runtime generate models/nano --prompt-ids 1,267 --max-tokens 32 --json --trace trace.jsonl
+edge0_runtime generate models/base --adapters runs/b/adapters --prompt 9+8+1="""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

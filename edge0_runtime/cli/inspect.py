@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 
-from edge0_runtime.cli.options import add_directory
+from edge0_runtime.cli.options import add_directory, resolve_directories
 from edge0_runtime.contract.files import printable
 from edge0_runtime.inspection import inspect, inspection_text
 
 LINES = 1000  # a directory's phases, metrics and parents, each on its own
 HELP = "contract and provenance of a model directory; loads no weights"
+EXAMPLES = """\
+edge0_runtime inspect models/nano
+edge0_runtime inspect ORG/NAME@main --adapters runs/b/adapters --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print contract and provenance, for people or as one JSON object."""
-    data = inspect(args.model_dir, args.tier)
+    resolve_directories(args)
+    data = inspect(args.model_dir, args.tier, args.adapters)
     print(json.dumps(data, indent=2) if args.json else printable(inspection_text(data), lines=LINES))

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge0_runtime.arms import ARMS
 from edge0_runtime.experts.reader import IO_THREADS
+from edge0_runtime.hub import adapters_of, directory_of
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
 
 
-def add_directory(parser: argparse.ArgumentParser) -> None:
-    """MODEL_DIR and which adapters of it."""
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="int4 base, tokenizer and adapter files")
+def add_directory(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """MODEL_DIR and which adapters of it, or beside it."""
+    parser.add_argument(
+        "model_dir",
+        nargs="?" if optional else None,
+        metavar="MODEL_DIR",
+        help="int4 base, tokenizer and adapter files: a directory, or a repository on the Hub as ORG/NAME[@REVISION]",
+    )
+    parser.add_argument(
+        "--adapters", metavar="DIR", help="directory or ORG/NAME[@REVISION] of the adapter files, if not in MODEL_DIR"
+    )
     parser.add_argument("--tier", metavar="NAME", help="which adapter files, if the directory holds several or none")
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def resolve_directories(args: argparse.Namespace) -> None:
+    """Put the paths of `add_directory` in the place of names on the Hub, and fetch what isn't there."""
+    args.model_dir = directory_of(str(args.model_dir))
+    if args.adapters is not None:
+        args.adapters = adapters_of(str(args.adapters))
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """MODEL_DIR and how it is served; `load_engine` reads them."""
-    add_directory(parser)
+    add_directory(parser, optional=optional)
     parser.add_argument("--no-prerouter", dest="prerouter", action="store_false", help="layers keep their own gates")
     parser.add_argument("--no-lora", dest="lora", action="store_false", help="serve without the recovery LoRA")
     parser.add_argument(
@@ -49,13 +64,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
     """The engine that the arguments ask for; `float32` as in `Engine.load`."""
     from edge0_runtime.engine import Engine
-    from edge0_runtime.libraries import transformers_logging
 
-    # What it says may quote the directory's files: through our handler, which escapes.
-    transformers_logging.disable_default_handler()
-    transformers_logging.enable_propagation()
+    escape_libraries()
+    resolve_directories(args)
     return Engine.load(
         args.model_dir,
+        adapters=args.adapters,
         prerouter=args.prerouter,
         lora=args.lora,
         arm=args.arm,
@@ -66,6 +80,14 @@ def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
         tier_name=args.tier,
         float32=float32,
     )
+
+
+def escape_libraries() -> None:
+    """What transformers says may quote a directory's files: through our handler, which escapes."""
+    from edge0_runtime.libraries import transformers_logging
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
 
 
 def unicode_text(text: str) -> str:

@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 
-from edge0_runtime.cli.options import add_engine_options, load_engine
+from edge0_runtime.cli.models import asked, load_catalog, model_name, named
+from edge0_runtime.cli.options import add_engine_options
 
 HELP = "serve OpenAI's chat API over HTTP"
+EXAMPLES = """\
+edge0_runtime serve models/nano --port 8080
+edge0_runtime serve ORG/NAME@main --memory-budget 4 --alias local
+edge0_runtime serve --model base=models/nano,no-prerouter,no-lora --model both=models/nano"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, and where to listen."""
-    add_engine_options(parser)
+    add_engine_options(parser, optional=True)
+    parser.add_argument(
+        "--model",
+        action="append",
+        type=named,
+        metavar="NAME=DIR[,...]",
+        help="instead of MODEL_DIR, may be repeated: models of one base by the names that requests ask for; options:"
+        " no-prerouter, no-lora, arm=ARM, adapters=DIR, tier=NAME",
+    )
+    parser.add_argument(
+        "--alias", type=model_name, metavar="NAME", help="what requests call the model (default: edge0-<tier>)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
-    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--port", type=int, default=8080, help="(default %(default)s; 0: one that is free)")
+    parser.add_argument(
+        "--json", action="store_true", help="one object on stdout as soon as requests are taken: url, models, pid"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Take the address before loading, so that one in use is said at once; serve until a signal ends it."""
     from edge0_runtime.server.app import bind, serve
 
-    with bind(args.host, args.port) as address, load_engine(args) as engine:
-        serve(engine, f"edge0-{engine.model.tier.name}", address)
+    models = asked(args)
+    with bind(args.host, args.port) as address, load_catalog(args, models) as catalog:
+        address.listen()  # who connects from now on is answered, if a moment later
+        if args.json:
+            host, port = address.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            print(json.dumps({"url": url, "models": list(catalog), "pid": os.getpid()}), flush=True)
+        serve(catalog, address)

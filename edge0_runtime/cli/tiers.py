@@ -9,6 +9,9 @@ from edge0_runtime.contract.tier import builtin_tier, builtin_tier_names, read_t
 from edge0_runtime.inspection import describe_tier, tier_line, tier_text
 
 HELP = "the built-in tiers, or all tensors of one"
+EXAMPLES = """\
+edge0_runtime tiers
+edge0_runtime tiers 35b --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

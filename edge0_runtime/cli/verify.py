@@ -8,6 +8,9 @@ import json
 from edge0_runtime.cli.options import add_engine_options, load_engine
 
 HELP = "check that the directory serves as it was trained"
+EXAMPLES = """\
+edge0_runtime verify models/nano
+edge0_runtime verify models/base --adapters runs/b/adapters --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
     from edge0_runtime.measure.verify import report_text, verify
 
     with load_engine(args, float32=True) as engine:
-        trace = read_trace(args.model_dir / engine.model.tier.file_name("verify"), engine.model.tier)
+        directory = args.adapters or args.model_dir
+        trace = read_trace(directory / engine.model.tier.file_name("verify"), engine.model.tier)
         report = verify(engine, trace)
     print(json.dumps(report.to_dict()) if args.json else report_text(report))
     return 0 if report.ok else 1

@@ -153,11 +153,13 @@ def _canonical_json(value: Any) -> str:
 
 
 def find_adapter(directory: Path, kind: Kind, tier_name: str | None = None) -> Adapter | None:
-    """The `kind` file of a model directory, read and checked; None when there is none.
+    """The `kind` file of a directory, the base's or one of adapters alone, read and checked; None when there is none.
 
-    A file without a contract is served by the built-in tier that its name ends with. Raises Edge0Error when several tiers'
-    files lie there and `tier_name` does not choose one, and whatever `read_adapter` refuses.
+    A file without a contract is served by the built-in tier that its name ends with. Raises Edge0Error when it is no directory,
+    when several tiers' files lie there and `tier_name` does not choose one, and whatever `read_adapter` refuses.
     """
+    if not directory.is_dir():
+        raise Edge0Error(f"{directory}: not a directory; give the one that holds the adapter files")
     paths = sorted(directory.glob(f"{kind}_edge0_{tier_name or '*'}.safetensors"))
     if len(paths) > 1:
         raise Edge0Error(f"{directory}: {', '.join(path.name for path in paths)}: choose one with --tier")

@@ -18,7 +18,7 @@ from edge0_runtime.plan import GIB
 WORTH = 1.05  # times as fast, at either end of the band
 STICKY = Sticky(bias=2.0, window=2)
 SUPPOSED = ("k", "sticky", "memory")  # options about adapters, or a machine, that may not be there
-SERVED = ("tier", "memory-budget", "context")  # options that `serve` has too
+SERVED = ("adapters", "tier", "memory-budget", "context")  # options that `serve` has too
 
 
 @dataclass(frozen=True)

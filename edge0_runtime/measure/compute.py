@@ -29,6 +29,7 @@ from edge0_runtime.measure.outline import shortened, write_outline
 from edge0_runtime.model import Model
 from edge0_runtime.request import decode, prefill
 from edge0_runtime.sequence import Sequence
+from edge0_runtime.serving import Serving
 
 LEAST_STEPS, MOST_STEPS = 8, 64  # measured, of each depth
 SECONDS = 2.0  # enough of them
@@ -78,8 +79,7 @@ def _load(directory: Path, checkpoint: Checkpoint, tier: Tier, layers: int) -> M
 
     def load(budget_bytes: int | None) -> Model:
         return load_model(
-            made, arm=None, prerouter=True, lora=True, budget_bytes=budget_bytes, io_threads=IO_THREADS,
-            allow_mismatch=False, tier_name=None, float32=False,
+            made, Serving(), budget_bytes=budget_bytes, io_threads=IO_THREADS, allow_mismatch=False, float32=False
         )  # fmt: skip
 
     model = load(None)

@@ -48,6 +48,7 @@ def doctor(
     tier_name: str | None = None,
     k: int | None = None,
     sticky: Sticky | None = None,
+    adapters: str | None = None,
     memory_bytes: int | None = None,
     budget_bytes: int | None = None,
     context: int | None = None,
@@ -58,7 +59,7 @@ def doctor(
     """All that is said, as plain data.
 
     Args:
-        what, tier_name, k, sticky: as `open_subject` takes them.
+        what, tier_name, k, sticky, adapters: as `open_subject` takes them.
         memory_bytes: of the machine that is asked about; None: this one's.
         budget_bytes: the memory budget that is asked about; None: the planner's default, and others.
         context: tokens of prompt and answer that memory is reserved for; None: the engine's default.
@@ -67,7 +68,10 @@ def doctor(
         read_bytes: at most, at every depth.
     """
     given = None if disk_bytes_per_second is None else f"{disk_bytes_per_second / MIB:.6g}"
-    with open_subject(what, tier_name, k, sticky) as subject, contextlib.closing(subject.model(context)) as model:
+    with (
+        open_subject(what, tier_name, k, sticky, adapters) as subject,
+        contextlib.closing(subject.model(context)) as model,
+    ):
         disk = [] if disk_bytes_per_second is not None else _disk(subject, model.store, probe_dir, read_bytes)
         if disk:
             disk_bytes_per_second = next(at["bytes_per_second"] for at in disk if at["threads"] == IO_THREADS)
@@ -95,6 +99,7 @@ def doctor(
         own = next(row for row in rows if row.plan is chosen)
         longest = most_context(lambda tokens: model.plan_for(chosen.budget_bytes, memory, tokens), model.context_length)
         options = {
+            "adapters": adapters,
             "tier": tier_name,
             "k": k,
             "sticky": None if sticky is None else f"{sticky.bias:g},{sticky.window}",

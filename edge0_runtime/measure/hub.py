@@ -6,27 +6,18 @@ config.json, the index and each safetensors file's header are read, some hundred
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, hf_hub_url
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from edge0_runtime.contract.artifacts import KINDS
 from edge0_runtime.contract.checkpoint import INDEX_NAME, SHARD_PATTERN
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import MAX_INDEX, MAX_JSON, one_line
+from edge0_runtime.contract.files import MAX_INDEX, MAX_JSON
 from edge0_runtime.contract.strict_safetensors import MAX_HEADER_BYTES
+from edge0_runtime.hub import explained
 from edge0_runtime.measure.outline import write_holes
 
 WHOLE = {"config.json": MAX_JSON, INDEX_NAME: MAX_INDEX}
@@ -39,7 +30,7 @@ def outline_of_hub(repo: str, revision: str | None, directory: Path) -> None:
 
     Raises Edge0Error: no such repository, not allowed, no network, or a server that sends no ranges.
     """
-    with _explained(repo, revision):
+    with explained(repo, revision, "no such directory or tier"):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         for file in info.siblings or ():
             name, nbytes = file.rfilename, file.size or 0
@@ -61,27 +52,3 @@ def _range(repo: str, revision: str | None, name: str, start: int, end: int) -> 
         if response.status_code != HTTPStatus.PARTIAL_CONTENT:  # it would send all of a file that may be large
             raise Edge0Error(f"{repo}/{name}: the server sends no ranges; download the model and give its directory")
         return response.read()
-
-
-@contextmanager
-def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """What may go wrong between here and the Hub, as a sentence."""
-    at = f"{repo}@{revision}" if revision else repo
-    try:
-        yield
-    except OfflineModeIsEnabled as error:
-        raise Edge0Error(
-            f"{at}: no such directory or tier, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or give a directory"
-        ) from error
-    except GatedRepoError as error:
-        raise Edge0Error(f"{at}: its owner wants to be asked first; do so on its page, then `hf auth login`") from error
-    except RevisionNotFoundError as error:
-        raise Edge0Error(f"{at}: the Hub has no such revision; leave out @{revision} for the newest") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise Edge0Error(
-            f"{at}: no such directory or tier, and not on the Hub or private; correct it, or `hf auth login`"
-        ) from error
-    except HTTPError as error:
-        raise Edge0Error(
-            f"{at}: no such directory or tier, and the Hub can't be asked: {one_line(error)}; try again, or give a directory"
-        ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from edge0_runtime import hub
 from edge0_runtime.arms import DEFAULT
 from edge0_runtime.contract.artifacts import KINDS, Adapter, find_adapter
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -20,11 +20,10 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.tier import Sticky, Tier, builtin_tier, builtin_tier_names, read_tier
 from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.loading import Adapters, build_model, needs_float32
+from edge0_runtime.loading import build_model, needs_float32
 from edge0_runtime.measure.outline import outline_of_tier, write_outline
 from edge0_runtime.model import Identity, Model
-
-HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+from edge0_runtime.serving import Adapters
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,16 @@ class Subject:
 
 
 @contextlib.contextmanager
-def open_subject(what: str, tier_name: str | None, k: int | None, sticky: Sticky | None) -> Iterator[Subject]:
+def open_subject(
+    what: str, tier_name: str | None, k: int | None, sticky: Sticky | None, adapters: str | None = None
+) -> Iterator[Subject]:
     """Find out what `what` is.
 
     Args:
         what: a directory, a built-in tier or a tier's YAML file, or a Hub id, `ORG/NAME` or `ORG/NAME@REVISION`.
         tier_name: which adapter files, or the tier of a base without any, as for `read_tier`.
         k, sticky: asked about in place of the tier's own.
+        adapters: a directory or Hub id of the adapter files, where they don't lie beside the base.
 
     Raises Edge0Error: it is none of these, or not the base of its tier.
     """
@@ -77,7 +79,7 @@ def open_subject(what: str, tier_name: str | None, k: int | None, sticky: Sticky
         elif named:
             tier = read_tier(what)
             write_outline(directory, outline_of_tier(tier))
-        elif found := HUB_ID.fullmatch(what):
+        elif found := hub.ID.fullmatch(what):
             from edge0_runtime.measure.hub import outline_of_hub  # with its libraries, which nothing else needs
 
             source = "hub"
@@ -86,17 +88,28 @@ def open_subject(what: str, tier_name: str | None, k: int | None, sticky: Sticky
             raise Edge0Error(
                 f"{what}: neither a directory, nor a tier ({', '.join(builtin_tier_names())}), nor a Hub id like ORG/NAME"
             )
+        if adapters is not None and source == "tier":
+            raise Edge0Error(f"adapters: {what} is a tier and names none; leave out --adapters {adapters}")
         checkpoint = Checkpoint.open(directory)
-        tier = tier or _tier(checkpoint, what, tier_name)
+        tier = tier or _tier(checkpoint, what, tier_name, adapters)
         checkpoint.check_architecture(tier)
         yield Subject(source, checkpoint, changed(tier, k, sticky))
 
 
-def _tier(checkpoint: Checkpoint, what: str, name: str | None) -> Tier:
+def _tier(checkpoint: Checkpoint, what: str, name: str | None, adapters: str | None) -> Tier:
     """By the adapter files, by name, or the built-in one of this base."""
-    for kind in KINDS:
-        if (adapter := find_adapter(checkpoint.directory, kind, name)) is not None:
-            return adapter.tier
+    with tempfile.TemporaryDirectory() as folder:
+        directory = checkpoint.directory if adapters is None else Path(adapters)
+        if not directory.exists() and (found := hub.ID.fullmatch(str(adapters))):
+            from edge0_runtime.measure.hub import outline_of_hub
+
+            directory = Path(folder)
+            outline_of_hub(found[1], found[2], directory)
+        for kind in KINDS:
+            if (adapter := find_adapter(directory, kind, name)) is not None:
+                return adapter.tier
+    if adapters is not None:
+        raise Edge0Error(f"--adapters {adapters}: no adapter file of {f'tier {name}' if name else 'a tier'} is there")
     if name is not None:
         return read_tier(name)
     for builtin in map(builtin_tier, builtin_tier_names()):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -39,14 +40,14 @@ PROTOCOLS = (openai_chat, openai_completions)
 GRACE_S = 30  # how long SIGTERM lets running answers go on
 
 
-def create_app(engine: Engine, model_id: str, host: str = "127.0.0.1") -> FastAPI:
-    """The app around a loaded engine; its worker starts and ends with the app's lifespan.
+def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1") -> FastAPI:
+    """The app around loaded engines by the names that requests ask for; its worker starts and ends with the app's lifespan.
 
-    `host` is the address that the app will be served on: it decides who may ask (guard.py). Of the engine,
-    only the tokenizer and numbers are used here; generating stays in the worker's thread.
+    A request that names none gets the first. `host` is the address that the app will be served on: it decides who may ask
+    (guard.py). Of the engines, only the tokenizer and numbers are used here; generating stays in the worker's one thread.
     """
     worker = Worker()
-    service = Service({model_id: Served(model_id, engine)}, worker)
+    service = Service({name: Served(name, engine) for name, engine in engines.items()}, worker)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -96,14 +97,16 @@ def bind(host: str, port: int) -> socket.socket:
     return address
 
 
-def serve(engine: Engine, model_id: str, address: socket.socket) -> None:
+def serve(engines: Mapping[str, Engine], address: socket.socket) -> None:
     """Run the app on a bound socket until SIGINT or SIGTERM; running answers get GRACE_S seconds to end."""
     host, port = address.getsockname()[:2]
     # uvicorn raises the signal again once it has shut down; unhandled, that kills Python before its cleanup.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    app = create_app(engine, model_id, host)
-    log.info("serving %s at http://%s:%d/v1", model_id, f"[{host}]" if ":" in host else host, port)
-    config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, server_header=False)
+    app = create_app(engines, host)
+    log.info("serving %s at http://%s:%d/v1", ", ".join(engines), f"[{host}]" if ":" in host else host, port)
+    logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logs["handlers"]["access"]["stream"] = "ext://sys.stderr"  # stdout is for what --json says
+    config = uvicorn.Config(app, log_config=logs, timeout_graceful_shutdown=GRACE_S, server_header=False)
     uvicorn.Server(config).run(sockets=[address])
 
 

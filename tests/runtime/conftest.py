@@ -27,7 +27,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.experts.pool import SlotPool
 from edge0_runtime.experts.reader import Reader
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.loading import find_adapters
+from edge0_runtime.serving import find_adapters
 from tests.random_adapters import write_adapters
 
 ROOT = Path(__file__).parents[2]

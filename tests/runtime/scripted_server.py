@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,18 +94,18 @@ class FakeEngine:
 @contextlib.contextmanager
 def client_of(engine: FakeEngine, host: str = "127.0.0.1", **headers: str) -> Iterator[TestClient]:
     """In-process client. It cannot disconnect; `live` can."""
-    app = create_app(engine, MODEL, host)
+    app = create_app({MODEL: engine}, host)
     with TestClient(app, base_url="http://127.0.0.1", headers=headers, raise_server_exceptions=False) as client:
         yield client
 
 
 @contextlib.contextmanager
 def live(engine: Any) -> Iterator[str]:
-    """A real server on a free port: its base URL."""
+    """A real server on a free port, of one engine or of several by name: its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections wait in the backlog until uvicorn has started
-        app = create_app(engine, MODEL)
+        app = create_app(engine if isinstance(engine, Mapping) else {MODEL: engine})
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

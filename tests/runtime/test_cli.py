@@ -224,10 +224,6 @@ def test_chat_is_a_conversation(run, tiny_dir, monkeypatch):
     assert seen[1][: len(seen[0])] == seen[0]
 
 
-def test_chat_json_needs_a_prompt(run, tiny_dir):
-    assert run("chat", tiny_dir, "--json")[0] == 2
-
-
 # -- verify and bench --------------------------------------------------------------------------------------
 
 

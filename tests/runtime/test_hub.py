@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,59 +15,15 @@ from edge0_runtime.measure import doctor as doctor_module
 from edge0_runtime.measure import hub
 from edge0_runtime.measure.doctor import doctor
 from edge0_runtime.measure.hub import outline_of_hub
-
-SHA = "0" * 40
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The two endpoints that are asked; `ranges` False answers with whole files."""
-
-    directory: Path
-    served: list[tuple[str, int]]
-    ranges = True
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/models/org/tiny") and not path.endswith("/missing"):
-            files = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(self.directory.iterdir())]
-            self._answer(200, json.dumps({"id": "org/tiny", "sha": SHA, "siblings": files}).encode())
-        elif found := re.fullmatch(rf"/org/tiny/resolve/{SHA}/([\w.-]+)", path):
-            data = (self.directory / found[1]).read_bytes()
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
-            if asked and self.ranges:
-                data = data[int(asked[1]) : int(asked[2]) + 1]
-            self.served.append((found[1], len(data)))
-            self._answer(206 if self.ranges else 200, data)
-        else:
-            code = "RevisionNotFound" if path.endswith("/missing") else "RepoNotFound"
-            self._answer(404, b"{}", code)
-
-    def _answer(self, status: int, body: bytes, error: str | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        if error is not None:
-            self.send_header("X-Error-Code", error)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+from tests.runtime.hub_server import Hub, served_hub
 
 
 @pytest.fixture
 def served(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     """`tiny_dir` as org/tiny; what was sent of which file."""
-    Hub.directory, Hub.served, Hub.ranges = tiny_dir, [], True
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(doctor_module, "step_seconds", lambda checkpoint, tier: 0.5)
-    yield Hub.served
-    server.shutdown()
-    server.server_close()
+    with served_hub(tiny_dir, monkeypatch) as found:
+        yield found.served
 
 
 @pytest.mark.parametrize("first_bytes", [2**17, 100])
@@ -98,6 +51,20 @@ def test_doctor_takes_a_repository(served: list[tuple[str, int]], tiny_dir: Path
     assert by_id["budgets"] == by_directory["budgets"]
 
 
+def test_doctor_takes_adapters_beside_a_base(
+    served: list[tuple[str, int]], base_dir: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    asked = {"memory_bytes": 2**30, "disk_bytes_per_second": 1e7}
+    wanted = doctor(str(tiny_dir), **asked)
+    for adapters in ("org/tiny@main", str(tiny_dir)):
+        found = doctor(str(base_dir), adapters=adapters, **asked)
+        assert found["tier"] == "tiny" and found["budgets"] == wanted["budgets"]
+    with pytest.raises(Edge0Error, match="no adapter file of a tier is there"):
+        doctor(str(base_dir), adapters=str(tmp_path))
+    with pytest.raises(Edge0Error, match="adapters: nano is a tier and names none; leave out --adapters"):
+        doctor("nano", adapters=str(tiny_dir))
+
+
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
@@ -110,8 +77,10 @@ def test_what_the_hub_does_not_have_is_a_sentence(served: list[tuple[str, int]],
         doctor(what)
 
 
-def test_a_server_that_would_send_whole_files_is_refused(served: list[tuple[str, int]], tmp_path: Path) -> None:
-    Hub.ranges = False
+def test_a_server_that_would_send_whole_files_is_refused(
+    served: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "ranges", False)
     with pytest.raises(Edge0Error, match=r"org/tiny/config\.json: the server sends no ranges; download the model"):
         outline_of_hub("org/tiny", None, tmp_path)
 

@@ -34,10 +34,10 @@ from edge0_runtime.host.memory import (
     reset_peak_rss,
     rss_bytes,
 )
-from edge0_runtime.loading import find_adapters
 from edge0_runtime.measure.ab import compare, ratios, table
 from edge0_runtime.measure.bench import run
 from edge0_runtime.plan import MAX_GATHERED_ROWS, largest_chunk, make_plan
+from edge0_runtime.serving import find_adapters
 from tests.mlx_memory import mlx_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other systems may not")

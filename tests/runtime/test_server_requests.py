@@ -66,7 +66,7 @@ def test_the_models_generation_config_gives_the_defaults(tmp_path):
     assert (engine.calls[0].temperature, engine.calls[0].top_p, engine.calls[0].top_k) == (0.6, 1.0, 5)
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(Edge0Error, match="generation_config"):
-        create_app(engine, MODEL)
+        create_app({MODEL: engine})
 
 
 def test_the_context_limit_wins_over_max_tokens_and_long_prompts_are_refused():
@@ -225,7 +225,7 @@ def test_there_is_no_cors_and_no_form_post():
 def test_another_address_needs_a_key_and_a_key_is_asked_for(monkeypatch):
     monkeypatch.delenv("EDGE0_API_KEY", raising=False)
     with pytest.raises(Edge0Error, match="EDGE0_API_KEY"):
-        create_app(FakeEngine(), MODEL, "0.0.0.0")
+        create_app({MODEL: FakeEngine()}, "0.0.0.0")
     monkeypatch.setenv("EDGE0_API_KEY", "geheim-ü")
     for host in ("0.0.0.0", "127.0.0.1"):
         with client_of(FakeEngine(), host) as client:

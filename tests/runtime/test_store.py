@@ -15,7 +15,7 @@ from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import QUANTISED_PARTS
 from edge0_runtime.experts.pool import MLX_DTYPES
 from edge0_runtime.experts.store import ExpertStore
-from edge0_runtime.loading import find_adapters
+from edge0_runtime.serving import find_adapters
 
 PREADV = os.preadv
 

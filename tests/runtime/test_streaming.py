@@ -16,7 +16,7 @@ from edge0_runtime.engine import Engine
 from edge0_runtime.experts.memory import ExpertMemory
 from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.experts.streaming import StreamingSwitchGLU
-from edge0_runtime.loading import find_adapters
+from edge0_runtime.serving import find_adapters
 from edge0_runtime.step import Running, Step
 
 ONE_SLOT = 15_360  # bytes of the tiny checkpoint's experts in memory
