@@ -79,12 +79,20 @@ class Heads:
             embedding_D: the base's embedding of the next token; only heads that see the token look at it.
             rows: only these heads, O of them; each says the same bits as among all.
         """
-        if self.packed and rows == EVERY:  # float32 copies of all at the same time would take more than is saved
-            singles = [slice(row, row + 1) for row in range(len(self.owners))]
-            return mx.concatenate(
-                [self({name: value[one] for name, value in before.items()}, embedding_D, one) for one in singles]
-            )
         parts = {name: part[rows] for name, part in self._parts.items()}
+        if not self.packed:
+            return self._logits(parts, before, embedding_D)
+        # One after the other: float32 copies of several at the same time would take more than is saved.
+        said: list[mx.array] = []
+        for row in range(len(before["hidden"])):
+            one = slice(row, row + 1)
+            own = [part[one] for part in parts.values()]
+            own = mx.depends(own, said[-1:]) if said else own
+            inputs = {name: value[one] for name, value in before.items()}
+            said.append(self._logits(dict(zip(parts, own, strict=True)), inputs, embedding_D))
+        return mx.concatenate(said)
+
+    def _logits(self, parts: Parts, before: Mapping[str, mx.array], embedding_D: mx.array | None) -> mx.array:
         names, heads = self._tier.head_inputs, len(before["hidden"])
         x_OF = [before[name] if HEAD_INPUTS[name].of == "before" else self._token(embedding_D, heads) for name in names]
         x_O1F = mx.concatenate(x_OF, axis=-1)[:, None, :]

@@ -196,6 +196,8 @@ class Sequence:
 
     def run(self) -> mx.array:
         """The coming step's pass: logits [vocabulary], not evaluated yet."""
+        if self.last is not None and self.last.final:
+            raise RuntimeError("the step before was to be the final one, so nothing is foreseen of this one")
         step, token = self._foreseen()
         logits = self._forward(step, token[None])
         self._model.predicted_steps += bool(step.foreseen)

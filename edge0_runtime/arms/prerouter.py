@@ -65,7 +65,7 @@ class Prerouter(Lookahead):
 
     def foresee(self, last: Step, coming: Step) -> None:
         """Run all heads on the last pass's features, if it left any: the consumers' routings, lazily."""
-        if last.features is None:
+        if last.features is None or last.final:
             return
         if len(last.early) == len(self._groups):  # all of them have run in the last pass
             coming.ahead = stack([last.early[rows.start] for rows in self._groups.values()])

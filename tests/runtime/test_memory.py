@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +22,12 @@ from edge0_runtime.contract.strict_safetensors import read_header
 from edge0_runtime.embedding import StreamedEmbedding
 from edge0_runtime.engine import Engine
 from edge0_runtime.experts.store import ExpertStore, ExpertTensor
+from edge0_runtime.heads import Heads
 from edge0_runtime.libraries import make_prompt_cache
 from edge0_runtime.model import Model
 from edge0_runtime.sequence import Sequence
 from tests.mlx_memory import mlx_bytes
-from tests.random_adapters import write_adapters
+from tests.random_adapters import random_heads, write_adapters
 from tests.runtime.conftest import CONTEXT, TIER, write_base
 
 ROWS, WIDTH = 40, 128
@@ -168,6 +171,34 @@ def test_adapters_stay_in_the_files_halves_while_memory_is_scarce(untied_dir: Pa
             dict(model.network.named_modules())[f"{name}.out_proj"].lora_a.dtype for model in (engine.model, full.model)
         ]
         assert dtypes == [mx.float16, mx.float32]
+
+
+def test_packed_heads_are_cast_one_after_the_other_and_say_the_same() -> None:
+    deep = TIER.architecture | {"num_hidden_layers": 12}
+    tier = dataclasses.replace(
+        TIER, head_width=2**14, architecture=deep, owners=tuple(range(11)), consumers=tuple(range(1, 12))
+    )
+    tensors = random_heads(tier)
+    packed, whole = Heads(tier, tensors, packed=True), Heads(tier, tensors)
+    count = len(packed.owners)
+    before = {
+        name: mx.random.normal(
+            (count, tier.hidden_size if name == "hidden" else tier.num_experts), key=mx.random.key(n)
+        )
+        for n, name in enumerate(("hidden", "routing", "previous"))
+    }
+    mx.eval(before)
+    mx.synchronize()
+    mx.clear_cache()
+    held = mlx_bytes()
+    mx.reset_peak_memory()
+    said = packed(before, None)
+    mx.eval(said)
+    one = 4 * sum(map(math.prod, tier.head_parts.values()))
+    assert mx.get_peak_memory() - held < 5 * one, "mlx lets a few wait"
+    assert count == 11 and mx.array_equal(said, whole(before, None))
+    rows = slice(1, count)
+    assert mx.array_equal(packed({name: value[rows] for name, value in before.items()}, None, rows), said[rows])
 
 
 # -- what a sequence keeps -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from edge0_runtime.contract.artifacts import read_adapter
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.contract.timeline import predicted_mask, previous_valid_mask
 from edge0_runtime.engine import Engine
+from edge0_runtime.heads import Heads
 from edge0_runtime.inspection import inspect, inspection_text
 from edge0_runtime.sequence import Sequence
 
@@ -260,6 +261,20 @@ def test_a_step_that_nobody_foresaw_is_a_bug_and_not_a_guess(
         sequence.decode(5)
         with pytest.raises(RuntimeError, match="nobody foresaw"):
             sequence.run()
+
+
+def test_behind_the_final_step_no_head_runs_and_no_step_either(
+    make_dir: Callable[..., Path], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.load(make_dir(first_token="predicted"), lora=False) as engine:
+        sequence = Sequence(engine.model)
+        sequence.prefill(prompts[2], last=True)
+        sequence.decode(5, final=True)
+        ran: list[None] = []
+        monkeypatch.setattr(Heads, "__call__", lambda *_: ran.append(None))
+        assert sequence.foresee(mx.array(9)).ahead is None and not ran
+        with pytest.raises(RuntimeError, match="to be the final one"):
+            sequence.decode(9)
 
 
 def test_reset_forgets_the_last_request(make_dir: Callable[..., Path], prompts: list[list[int]]) -> None:
