@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ class Wrapping:
     """Breaks lines of a text that comes in pieces between words, so that none is wider than `columns`.
 
     A word that is wider than a line is left to the terminal, and what is indented or stands between ``` stays as it is: it may
-    be code, and is copied.
+    be code, and is copied. Control characters, which a terminal would obey, are shown escaped.
     """
 
     def __init__(self, columns: int) -> None:
@@ -107,7 +108,8 @@ class Wrapping:
             else:
                 if character == " " and not self._word.endswith(" "):
                     out += self.finish()
-                self._word += character
+                obeyed = unicodedata.category(character) == "Cc" and character != "\t"
+                self._word += ascii(character)[1:-1] if obeyed else character
         return out
 
     def finish(self) -> str:

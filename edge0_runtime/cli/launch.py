@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import urllib.error
-import urllib.request
 from string import Template
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -167,6 +165,9 @@ def _checked(url: str) -> str:
 
 
 def _first_model(url: str) -> str:
+    import urllib.error
+    import urllib.request
+
     request = urllib.request.Request(f"{url}/v1/models")
     if key := os.environ.get(KEY_VARIABLE):
         request.add_header("Authorization", f"Bearer {key}")

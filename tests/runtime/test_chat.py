@@ -277,7 +277,7 @@ def test_lines_break_between_words_and_code_stays_as_it_is(size):
         "one two three four five six seven\n"
         "    indented code is left as it is\n"
         "```\nfenced code that is wider than a line\n```\n"
-        "averyveryverylongwordthatfitsnoline a b\n\nend of  it"
+        "averyveryverylongwordthatfitsnoline a b\n\nred \x1b[31m of\tit"
     )
     wrapping = Wrapping(16)
     shown = "".join(wrapping.add(text[at : at + size]) for at in range(0, len(text), size)) + wrapping.finish()
@@ -285,5 +285,5 @@ def test_lines_break_between_words_and_code_stays_as_it_is(size):
         "one two three", "four five six", "seven",
         "    indented code is left as it is",
         "```", "fenced code that is wider than a line", "```",
-        "averyveryverylongwordthatfitsnoline", "a b", "", "end of  it",
+        "averyveryverylongwordthatfitsnoline", "a b", "", "red \\x1b[31m", "of\tit",
     ]  # fmt: skip

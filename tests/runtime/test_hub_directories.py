@@ -97,6 +97,13 @@ def test_what_is_not_there_is_a_sentence(hub, capsys, name, sentence):
     assert f"error: {sentence}" in capsys.readouterr().err
 
 
+def test_a_directory_of_that_name_wins(hub, tiny_dir):
+    Path("org").mkdir()
+    Path("org/tiny").symlink_to(tiny_dir)
+    assert directory_of("org/tiny") == adapters_of("org/tiny") == Path("org/tiny")
+    assert not hub.served
+
+
 def test_offline_an_unknown_name_says_where_it_was_looked_for(cache, capsys):
     assert main(["chat", "org/tiny@main"]) == 2
     err = capsys.readouterr().err
