@@ -27,7 +27,7 @@ class Markup:
 
     Attributes:
         thinks: there are markers of thinking. tools: the template takes tools, and there is a parser for their calls.
-        format: the name of that parser, e.g. `json_tools`; None without one.
+        format: the name of that parser, e.g. `json_tools`; None without one. call_markers: around a call.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,9 +37,8 @@ class Markup:
         self.thinks: bool = self._plain.has_thinking
         self.tools = parser is not None and self.reads("tools")
         self.format = None if parser is None else parser.__name__.rpartition(".")[2]
-        markers = [self._plain.think_start, self._plain.think_end]
-        if parser is not None:
-            markers += [parser.tool_call_start, parser.tool_call_end]
+        self.call_markers = ("", "") if parser is None else (parser.tool_call_start, parser.tool_call_end)
+        markers = [self._plain.think_start, self._plain.think_end, *self.call_markers]
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         ids = {token for text in filter(None, markers) for token in tokenizer.encode(text, add_special_tokens=False)}
         self._decode = decoder(tokenizer, frozenset(ids & special))
@@ -68,7 +67,7 @@ class Markup:
         """For one choice. Without tools a call is text; `one_call`: the choice has enough with one."""
         wrapper = self._plain
         if tools and self._parser is not None:
-            start, end = self._parser.tool_call_start, self._parser.tool_call_end
+            start, end = self.call_markers
             wrapper = TokenizerWrapper(self._tokenizer, tool_call_start=start, tool_call_end=end)
         state = "reasoning" if self.opens_thinking(prompt_ids) else "normal"
         return Splitter(choice, wrapper, state, self._decode, self._parser, tools, one_call)
@@ -98,6 +97,11 @@ class Splitter:
         self._call = ""  # the text of a call that has begun
         self._trim = state == "reasoning"  # the newlines that markup leaves
         self.decode, self.calls = decode, 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thinking."""
+        return self._before == "reasoning"
 
     @property
     def enough(self) -> bool:

@@ -36,7 +36,9 @@ class ByteTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {chr(byte): byte for byte in range(128)}
 
-    def apply_chat_template(self, turns: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool, **_: Any
+    ) -> str:
         return "".join(f"{turn['role']}:{turn['content']};" for turn in turns)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
