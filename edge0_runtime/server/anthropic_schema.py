@@ -164,6 +164,8 @@ class CountRequest(Strict):
     context_management: Annotated[Any, only()] = None
     mcp_servers: Annotated[Any, only([])] = None
     container: Annotated[Any, only()] = None
+    diagnostics: Annotated[Any, only()] = None
+    speed: Annotated[Any, only("standard")] = None
 
     def conversation(self) -> Conversation:
         """What is to be answered. Raises ApiError where its tools don't fit together."""

@@ -70,9 +70,8 @@ class _Mask:
 
 def json_grammar(schema: Any, field: str) -> str:
     """llguidance's grammar for JSON of a schema. Raises ApiError as `json_schema_text`."""
-    text, spaces = json_schema_text(schema, field), {"whitespace_pattern": WHITESPACE}
-    grammar: str = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=spaces)
-    return grammar
+    text = json_schema_text(schema, field)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
 
 
 def json_schema_text(schema: Any, field: str) -> str:

@@ -82,8 +82,8 @@ class ResponseWriter:
                 pass
 
     def failed(self, problem: ApiError) -> str:
-        """OpenAI's error event of responses."""
-        return self._event("error", code=problem.code, message=problem.message, param=problem.param)
+        """OpenAI's error event of responses: flat as it is documented, and with the object that their clients look for."""
+        return self._event("error", code=problem.code, message=problem.message, param=problem.param, **problem.openai())
 
     def _finished(self, end: Finished) -> Iterator[str]:
         status = "incomplete" if self._reason == "length" else "completed"

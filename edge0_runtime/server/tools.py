@@ -102,7 +102,7 @@ def calls_grammar(markup: Markup, vocabulary: Vocabulary, calling: Calling, fiel
         )
         raise ApiError(400, message, field)
     start, end = (_marker(text, vocabulary) for text in markup.call_markers)
-    rules = []
+    rules: list[str] = []
     for number, tool in enumerate(calling.offered):
         rules += write(number, tool["function"], start, end, field)
     call = " | ".join(f"call_{number}" for number in range(len(calling.offered)))

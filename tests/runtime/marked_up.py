@@ -65,7 +65,7 @@ class MarkedUpTokenizer(ByteTokenizer):
 
 def scripted(text: str, **fields: Any) -> FakeEngine:
     """An engine that writes this text and ends."""
-    return FakeEngine([*text.encode(), 256], tokenizer=MarkedUpTokenizer(), **fields)
+    return FakeEngine([*text.encode(), 256], tokenizer=MarkedUpTokenizer(), **({"context_length": 1000} | fields))
 
 
 def with_template(source: Path, directory: Path, template: str) -> Path:

@@ -67,7 +67,9 @@ class FakeEngine:
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
 
     def generate(self, prompt_ids: list[int], *, max_tokens: int, cancel: threading.Event, **sampling: Any):
-        self.calls.append(SimpleNamespace(prompt=bytes(prompt_ids), max_tokens=max_tokens, **sampling))
+        self.calls.append(
+            SimpleNamespace(prompt=bytes(one for one in prompt_ids if one < END), max_tokens=max_tokens, **sampling)
+        )
         return self._steps(max_tokens, cancel)
 
     def stats(self) -> dict[str, float]:
