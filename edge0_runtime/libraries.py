@@ -65,7 +65,7 @@ def tool_parser(tokenizer: PreTrainedTokenizerBase) -> ModuleType | None:
     It has `parse_tool_call`, `tool_call_start` and `tool_call_end`.
     """
     kind = tokenizer.init_kwargs.get("tool_parser_type") or _infer_tool_parser(tokenizer)
-    if kind not in {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}:
+    if kind not in [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]:
         return None  # the file may say anything
     return importlib.import_module(f"{tool_parsers.__name__}.{kind}")
 

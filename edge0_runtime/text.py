@@ -6,8 +6,12 @@ holds back what a later token may still change: an unfinished character, the beg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+MAX_RENDERING_S = 10.0  # a template is a program; those of published models take milliseconds
 MAX_PENDING = 3  # a UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the last one
 
 
@@ -80,7 +85,8 @@ def chat_ids(
     if not tokenizer.chat_template:
         raise Edge0Error("chat template: this model has none; use `edge0_runtime generate` with raw text")
     try:
-        return prompts.chat_ids(tokenizer, messages, continue_final=continue_final, **variables)
+        with _time_limit(MAX_RENDERING_S):
+            return prompts.chat_ids(tokenizer, messages, continue_final=continue_final, **variables)
     except Exception as error:  # a template is a program of a stranger's
         if type(error) is TemplateError:
             raise _RefusedError(f"messages: the model's chat template refuses them: {one_line(error)}") from error
@@ -88,6 +94,23 @@ def chat_ids(
             f"chat template: fails with {type(error).__name__}: {one_line(error)}; correct the template, or remove it and use"
             " `edge0_runtime generate`"
         ) from error
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError at the first line of Python that this thread runs too late; loops of a template are Python."""
+    deadline, before = time.monotonic() + seconds, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it takes longer than {seconds:g} s")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

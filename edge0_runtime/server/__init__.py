@@ -1,7 +1,8 @@
 """The HTTP server. Public: `app.create_app`, `app.bind`, `app.serve`.
 
 app.py                   the app, its errors, /v1/models, /health
-openai_*.py              a protocol each: its schema, to and from the server's own request; openai.py: what they share
+openai_*.py, anthropic*.py a protocol each: its schema, to and from the server's own request; openai.py: what some share
+conversation.py, tools.py what chat protocols ask for: turns, tools, the form of the answer
 schema.py, errors.py     what requests have in common; what is said when one can't be served
 exchange.py              the server's own request, and the events that answer it; nothing behind it knows a protocol
 service.py, served.py    what every endpoint does; a model as the protocols see it

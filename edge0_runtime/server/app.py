@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.server import openai_chat, openai_completions
+from edge0_runtime.server import anthropic, openai_chat, openai_completions, openai_responses
 from edge0_runtime.server.errors import ApiError, validation_error
 from edge0_runtime.server.guard import LOOPBACK_NAMES, Guard, api_key_for, is_loopback
 from edge0_runtime.server.served import Served
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
 
 log = logging.getLogger("edge0_runtime.server")
-PROTOCOLS = (openai_chat, openai_completions)
+PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic)
 GRACE_S = 30  # how long SIGTERM lets running answers go on
 
 

@@ -105,7 +105,7 @@ class Finished:
     """Nothing follows of this request. Tokens of all choices; a prompt counts once, however many choices it has.
 
     Attributes:
-        cached_tokens: of the prompts, those that did not have to be processed again.
+        thinking_tokens: of the completion tokens. cached_tokens: of the prompts, those that did not have to be processed again.
         queued_s: until the engine took the request. first_token_s, total_s: from its arrival too.
         prefill_s, decode_s: what the engine worked on prompts and on answers. blocked_s: of those, waiting for experts.
         bytes_read: of experts, from the disk. decode_tokens_per_s: (n - 1) / (t_last - t_first), over all choices.
@@ -113,6 +113,7 @@ class Finished:
 
     prompt_tokens: int
     completion_tokens: int
+    thinking_tokens: int
     cached_tokens: int
     queued_s: float
     first_token_s: float

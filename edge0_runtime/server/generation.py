@@ -40,6 +40,7 @@ class _Clock:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     tokens: int = 0
+    thinking: int = 0  # of the tokens
     steps: int = 0
 
     def finished(self, engine: Engine, before: dict[str, Any], prompt_tokens: int) -> Finished:
@@ -47,6 +48,7 @@ class _Clock:
         return Finished(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.tokens,
+            thinking_tokens=self.thinking,
             cached_tokens=0,
             queued_s=self.started - self.submitted,
             first_token_s=(self.first_token or now) - self.submitted,
@@ -104,6 +106,7 @@ def _one(
             clock.first_token = clock.first_token or last
             clock.tokens += 1
             clock.steps += last > first
+            clock.thinking += choice.thinks
             if choice.add(step):
                 break
     if first == 0.0:
@@ -130,6 +133,11 @@ class _Choice:
         self._pending: list[tuple[int, TokenLogprob]] = []  # with the number of characters before it
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._made = self._given = 0  # characters of tokens, characters of text
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the next token is thought and not said."""
+        return self._splitter is not None and self._splitter.thinks
 
     def add(self, step: Token) -> bool:
         """Emit what a token completes; whether the choice has ended with it."""

@@ -69,7 +69,13 @@ class _Mask:
 
 
 def json_grammar(schema: Any, field: str) -> str:
-    """llguidance's grammar for JSON of a schema. Raises ApiError where the schema is too large or no JSON."""
+    """llguidance's grammar for JSON of a schema. Raises ApiError as `json_schema_text`."""
+    text = json_schema_text(schema, field)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def json_schema_text(schema: Any, field: str) -> str:
+    """A schema as JSON. Raises ApiError where it is too large, or holds what JSON doesn't."""
     try:
         text = json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as problem:
@@ -77,5 +83,4 @@ def json_grammar(schema: Any, field: str) -> str:
     if len(text) > MAX_SCHEMA_LENGTH:
         message = f"{field}: {len(text)} characters are more than {MAX_SCHEMA_LENGTH}; send a smaller schema"
         raise ApiError(400, message, field)
-    grammar: str = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
-    return grammar
+    return text

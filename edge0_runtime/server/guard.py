@@ -50,12 +50,18 @@ def _origin_host(origin: str) -> str | None:
         return None
 
 
+def _given_key(headers: Headers) -> bytes:
+    """As OpenAI's clients send it, or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
+
+
 class Guard:
     """ASGI middleware: API key, Origin, size of the body. Host is Starlette's TrustedHostMiddleware's."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, loopback: bool, max_body: int = MAX_BODY_BYTES) -> None:
         self._app, self._loopback, self._max_body = app, loopback, max_body
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with 401, 403 or 413, or pass the request on with its body counted; what is not HTTP goes through."""
@@ -69,15 +75,14 @@ class Guard:
         await self._app(scope, self._limited(receive), send)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if self._expected is not None and path not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
-                return ApiError(
-                    401,
-                    "Authorization: missing or wrong; send `Authorization: Bearer <the API key>`",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+        asks = self._expected is not None and path not in OPEN_PATHS
+        if asks and not hmac.compare_digest(_given_key(headers), self._expected or b""):
+            return ApiError(
+                401,
+                "Authorization: missing or wrong; send `Authorization: Bearer <the API key>`, or `x-api-key`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         origin = headers.get("origin")
         if self._loopback and origin is not None and _origin_host(origin) not in LOOPBACK_NAMES:
             return ApiError(403, "Origin: web pages from other sites may not use this server")

@@ -14,7 +14,7 @@ from typing import Any
 
 from edge0_runtime.libraries import TextStateMachine, TokenizerWrapper, make_text_state_machine, tool_parser
 from edge0_runtime.server.exchange import Text, Thinking, ToolCall
-from edge0_runtime.text import decoder
+from edge0_runtime.text import Decode, decoder
 
 log = logging.getLogger("edge0_runtime.server")
 MAX_CALLS = 128
@@ -27,26 +27,31 @@ class Markup:
 
     Attributes:
         thinks: there are markers of thinking. tools: the template takes tools, and there is a parser for their calls.
-        format: the name of that parser, e.g. `json_tools`; None without one.
+        format: the name of that parser, e.g. `json_tools`; None without one. call_markers: around a call.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         parser = tool_parser(tokenizer)
-        self._tokenizer, self._parser = tokenizer, parser
+        self._template, self._parser = tokenizer.chat_template, parser
         self._plain = TokenizerWrapper(tokenizer)
+        self._machine = self._calling = make_text_state_machine(self._plain)
         self.thinks: bool = self._plain.has_thinking
         self.tools = parser is not None and self.reads("tools")
         self.format = None if parser is None else parser.__name__.rpartition(".")[2]
-        markers = [self._plain.think_start, self._plain.think_end]
+        self.call_markers = ("", "") if parser is None else (parser.tool_call_start, parser.tool_call_end)
         if parser is not None:
-            markers += [parser.tool_call_start, parser.tool_call_end]
+            start, end = self.call_markers
+            self._calling = make_text_state_machine(
+                TokenizerWrapper(tokenizer, tool_call_start=start, tool_call_end=end)
+            )
+        markers = [self._plain.think_start, self._plain.think_end, *self.call_markers]
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         ids = {token for text in filter(None, markers) for token in tokenizer.encode(text, add_special_tokens=False)}
         self._decode = decoder(tokenizer, frozenset(ids & special))
 
     def reads(self, variable: str) -> bool:
         """Whether the chat template has a variable of that name."""
-        template = self._tokenizer.chat_template
+        template = self._template
         return isinstance(template, str) and re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
     @property
@@ -66,12 +71,9 @@ class Markup:
         self, choice: int, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], *, one_call: bool
     ) -> Splitter:
         """For one choice. Without tools a call is text; `one_call`: the choice has enough with one."""
-        wrapper = self._plain
-        if tools and self._parser is not None:
-            start, end = self._parser.tool_call_start, self._parser.tool_call_end
-            wrapper = TokenizerWrapper(self._tokenizer, tool_call_start=start, tool_call_end=end)
-        state = "reasoning" if self.opens_thinking(prompt_ids) else "normal"
-        return Splitter(choice, wrapper, state, self._decode, self._parser, tools, one_call)
+        machine = self._calling if tools else self._machine
+        state = machine.make_state("reasoning" if self.opens_thinking(prompt_ids) else "normal")
+        return Splitter(choice, state, self._decode, self._parser, tools, one_call)
 
 
 class Splitter:
@@ -84,20 +86,24 @@ class Splitter:
     def __init__(
         self,
         choice: int,
-        wrapper: TokenizerWrapper,
-        state: str,
-        decode: Any,
+        state: Any,
+        decode: Decode,
         parser: Any,
         tools: Sequence[Mapping[str, Any]],
         one_call: bool,
     ) -> None:
         self._choice, self._parser, self._tools, self._one_call = choice, parser, list(tools), one_call
         self._names = {tool["function"]["name"] for tool in tools}
-        self._state = make_text_state_machine(wrapper).make_state(state)
-        self._before = state
+        self._state = state  # mlx-lm's
+        self._before: str = state[0]  # its name: normal, reasoning, tool
         self._call = ""  # the text of a call that has begun
-        self._trim = state == "reasoning"  # the newlines that markup leaves
+        self._trim = state[0] == "reasoning"  # the newlines that markup leaves
         self.decode, self.calls = decode, 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thinking."""
+        return self._before == "reasoning"
 
     @property
     def enough(self) -> bool:

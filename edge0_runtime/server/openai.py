@@ -1,4 +1,4 @@
-"""What OpenAI's chat and its completions write alike: usage, timings, the head of an object."""
+"""What OpenAI's endpoints write alike: usage, timings, the head of an object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Any
 
-from edge0_runtime.server.exchange import Finished
+from edge0_runtime.server.exchange import Finished, TokenName
 
 
 class Head:
@@ -21,15 +21,26 @@ class Head:
 
 
 def totals(end: Finished) -> dict[str, Any]:
-    """`usage` as OpenAI's, and `timings`, an extension: seconds from arrival, what the engine did in them, bytes read."""
+    """`usage` as OpenAI's, and `timings`."""
     prompt, completion = end.prompt_tokens, end.completion_tokens
-    names = ("queued_s", "first_token_s", "total_s", "prefill_s", "decode_s", "blocked_s", "decode_tokens_per_s")
     return {
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": end.thinking_tokens},
         },
-        "timings": {name: round(getattr(end, name), 6) for name in names} | {"bytes_read": end.bytes_read},
+        "timings": timings(end),
     }
+
+
+def timings(end: Finished) -> dict[str, float]:
+    """An extension of all protocols: seconds from arrival, what the engine did in them, bytes read of experts."""
+    names = ("queued_s", "first_token_s", "total_s", "prefill_s", "decode_s", "blocked_s", "decode_tokens_per_s")
+    return {name: round(getattr(end, name), 6) for name in names} | {"bytes_read": end.bytes_read}
+
+
+def named_token(token: TokenName, logprob: float) -> dict[str, Any]:
+    """A token with its log-probability, as chat and responses show it."""
+    return {"token": token.name, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from edge0_runtime.server.answer import sse
+from edge0_runtime.server.conversation import Conversation, Effort, TemplateVariables
 from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import (
     Choice,
@@ -19,32 +20,132 @@ from edge0_runtime.server.exchange import (
     Text,
     Thinking,
     TokenLogprob,
-    TokenName,
     ToolCall,
 )
-from edge0_runtime.server.openai import Head, totals
-from edge0_runtime.server.schema import Content, OpenAIRequest, Strict, only
+from edge0_runtime.server.openai import Head, named_token, totals
+from edge0_runtime.server.schema import Characters, Content, OpenAIRequest, Strict, only
 from edge0_runtime.server.served import Served
 from edge0_runtime.server.service import Service
+from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, Calling, arguments_object, call_turn, function_tool
 
 MAX_MESSAGES = 2048
 MAX_TOP_LOGPROBS = 20
 
 
+class FunctionCall(Strict):
+    """A call that the assistant has made."""
+
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    arguments: str = "{}"
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        arguments_object(value)
+        return value
+
+
+class Call(Strict):
+    """The same with its id."""
+
+    id: Characters
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # streamed deltas have it, and clients send them back
+
+
 class Message(Strict):
     """One turn. `developer` is OpenAI's newer name for `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_call_id: Characters | None = None
+    reasoning_content: Characters | None = None
 
     # No effect on an answer.
     name: str | None = None
     annotations: Annotated[Any, only([])] = None
-    tool_calls: Annotated[Any, only([])] = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("tool_calls and reasoning_content are the assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to messages of the role tool, and they need one")
+        return self
 
     def for_template(self) -> dict[str, Any]:
-        """The turn under the role names that chat templates know."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        """The turn under the names that chat templates know."""
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                call_turn(one.id, one.function.name, one.function.arguments) for one in self.tool_calls
+            ]
+        optional = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return turn | {name: value for name, value in optional.items() if value is not None}
+
+
+class Function(Strict):
+    """What a tool does, and the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: Characters | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class FunctionTool(Strict):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """The tool that must be called, within a choice."""
+
+    name: str
+
+
+class NamedChoice(Strict):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    """The schema of an answer. With or without `strict`, it is kept to."""
+
+    name: Annotated[str, Field(max_length=64)] = "answer"
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class Format(Strict):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Format:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, and it needs one")
+        return self
+
+    def schema_of_answer(self) -> Any:
+        """What JSON must follow; None: it is text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatRequest(OpenAIRequest):
@@ -54,19 +155,21 @@ class ChatRequest(OpenAIRequest):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    response_format: Format | None = None
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = TemplateVariables()
 
     # No effect on an answer.
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    parallel_tool_calls: bool = True
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
     # Refused, unless set to what an answer is like anyway.
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -92,17 +195,32 @@ class ChatRequest(OpenAIRequest):
 
     def request(self, served: Served) -> GenerationRequest:
         """As the server's own. Raises ApiError where this model can't answer it."""
-        turns = [message.for_template() for message in self.messages]
-        prompt = served.conversation(turns, continue_final=self.continue_final_message)
-        return GenerationRequest(
-            prompts=(prompt,),
+        conversation = Conversation(
+            turns=[message.for_template() for message in self.messages],
+            calling=self._calling(),
+            schema=None if self.response_format is None else self.response_format.schema_of_answer(),
+            variables=self.chat_template_kwargs.given(),
+            effort=self.reasoning_effort,
+            continue_final=self.continue_final_message,
+        )
+        return conversation.request(
+            served,
             sampling=self.sampling(served, self.max_completion_tokens or self.max_tokens),
             penalties=self.penalties(served),
             n=self.n,
             stops=tuple(self.stop),
             logprobs=served.logprobs(self.top_logprobs) if self.logprobs else None,
-            splitter=served.splitter(prompt),
         )
+
+    def _calling(self) -> Calling:
+        functions, choice = [tool.function for tool in self.tools], self.tool_choice
+        return Calling(
+            tuple(function_tool(one.name, one.description, one.parameters) for one in functions),
+            choice=choice if isinstance(choice, str) else "required",
+            named=None if isinstance(choice, str) else choice.function.name,
+            parallel=self.parallel_tool_calls,
+            strict=frozenset(one.name for one in functions if one.strict),
+        ).checked("tool_choice")
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -182,7 +300,7 @@ class ChatWriter:
         if not self._logprobs:
             return None
         content = [
-            _named(one.token, one.logprob) | {"top_logprobs": [_named(token, value) for token, value in one.top]}
+            named_token(one.token, one.logprob) | {"top_logprobs": [named_token(*top) for top in one.top]}
             for one in tokens
         ]
         return {"content": content, "refusal": None}
@@ -205,7 +323,3 @@ def _call_deltas(call: ToolCall) -> Iterator[dict[str, Any]]:
     """The call's name, then its arguments."""
     yield {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
     yield {"index": call.index, "function": {"arguments": call.arguments}}
-
-
-def _named(token: TokenName, logprob: float) -> dict[str, Any]:
-    return {"token": token.name, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}

@@ -36,7 +36,9 @@ class ByteTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {chr(byte): byte for byte in range(128)}
 
-    def apply_chat_template(self, turns: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool, **_: Any
+    ) -> str:
         return "".join(f"{turn['role']}:{turn['content']};" for turn in turns)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -65,7 +67,9 @@ class FakeEngine:
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
 
     def generate(self, prompt_ids: list[int], *, max_tokens: int, cancel: threading.Event, **sampling: Any):
-        self.calls.append(SimpleNamespace(prompt=bytes(prompt_ids), max_tokens=max_tokens, **sampling))
+        self.calls.append(
+            SimpleNamespace(prompt=bytes(one for one in prompt_ids if one < END), max_tokens=max_tokens, **sampling)
+        )
         return self._steps(max_tokens, cancel)
 
     def stats(self) -> dict[str, float]:

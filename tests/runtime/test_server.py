@@ -37,7 +37,10 @@ def test_a_whole_answer_has_openais_shape():
             "finish_reason": "stop",
         }
     ]
-    cached = {"prompt_tokens_details": {"cached_tokens": 0}}
+    cached = {
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     assert body["usage"] == {"prompt_tokens": 11, "completion_tokens": 9, "total_tokens": 20} | cached
     assert body["timings"]["total_s"] >= body["timings"]["first_token_s"] >= body["timings"]["queued_s"] >= 0
 

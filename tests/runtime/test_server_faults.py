@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from edge0_runtime.sampling import Sampling
-from edge0_runtime.server.worker import MAX_WAITING, Failed, Job, Worker
+from edge0_runtime.server.exchange import Failed, GenerationRequest
+from edge0_runtime.server.worker import MAX_WAITING, Job, Worker
 from tests.runtime.scripted_server import (
     HELLO,
     URL,
@@ -61,12 +62,12 @@ def test_when_the_thread_dies_health_says_so():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dying_thread_takes_no_more_jobs_when_its_last_client_hears_of_it():
-    worker = Worker(FakeEngine(fail_at=0, problem=SystemExit(3)))
+    worker, engine = Worker(), FakeEngine(fail_at=0, problem=SystemExit(3))
     heard = queue.SimpleQueue()
     worker.start()
     with contextlib.closing(worker):
-        sampling = Sampling(max_tokens=1, temperature=0.0)
-        worker.submit(Job("last", [1], sampling, lambda event: heard.put((event, worker.alive))))
+        request = GenerationRequest(((1,),), Sampling(max_tokens=1, temperature=0.0))
+        worker.submit(Job("last", engine, request, lambda event: heard.put((event, worker.alive))))
         assert heard.get(timeout=WAIT_S) == (Failed(), False)
 
 
