@@ -11,20 +11,32 @@ from edge0_runtime.contract.tier import Tier
 
 FLOAT_BYTES = 4
 KV_STEP = 256  # tokens by which mlx-lm's key-value caches grow
+KV_GROUP = 64  # of quantised keys and values, numbers that share a scale and a bias: mlx-lm's default
 SLICE = 8  # tokens of a prompt that a recurrence takes at once, where each one's state is kept meanwhile
 PENDING = 11  # operations that mlx lets wait on a CPU; what they return is allocated already
 
 
-def context_bytes(tier: Tier, tokens: int, *, float32: bool) -> int:
+def context_bytes(tier: Tier, tokens: int, *, float32: bool, kv_bits: int | None = None) -> int:
     """Of keys and values of a context, as the caches allocate them, and of the recurrent states, which have one size."""
+    return token_bytes(tier, tokens + KV_STEP - 1, float32=float32, kv_bits=kv_bits) + state_bytes(
+        tier, float32=float32
+    )
+
+
+def token_bytes(tier: Tier, tokens: int = 1, *, float32: bool, kv_bits: int | None = None) -> int:
+    """Of keys and values of tokens of context; `kv_bits`: of each number, where they are quantised."""
+    numbers, float_bytes = tokens * sum(layer.token for layer in _kept(tier)), _float_bytes(float32)
+    if kv_bits is None:
+        return numbers * float_bytes
+    return numbers * kv_bits // 8 + numbers // KV_GROUP * 2 * float_bytes
+
+
+def state_bytes(tier: Tier, *, float32: bool) -> int:
+    """Of convolutions' last inputs and recurrent states, which take the same after every token."""
     kept = _kept(tier)
-    floats = sum(layer.token * (tokens + KV_STEP - 1) + layer.inputs for layer in kept)
-    return floats * _float_bytes(float32) + FLOAT_BYTES * sum(layer.state for layer in kept)
-
-
-def token_bytes(tier: Tier, *, float32: bool) -> int:
-    """Of keys and values of one token of context."""
-    return sum(layer.token for layer in _kept(tier)) * _float_bytes(float32)
+    return sum(layer.inputs for layer in kept) * _float_bytes(float32) + FLOAT_BYTES * sum(
+        layer.state for layer in kept
+    )
 
 
 def pass_bytes(tier: Tier, tokens: int, context: int, cast_bytes: int) -> int:

@@ -19,9 +19,12 @@ from pathlib import Path
 from edge0_runtime.contract.base_config import config_differences
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.engine import Engine, budget_bytes_of, read_language
+from edge0_runtime.engine import Engine, read_language
 from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.loading import context_length_of, load_models
+from edge0_runtime.plan import Keeping, budget_of
+from edge0_runtime.prefix.folder import folder_of
+from edge0_runtime.prefix.store import Prefixes
 from edge0_runtime.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,10 @@ class Catalog(Mapping[str, Engine]):
         *,
         memory_budget: float | None = None,
         context: int | None = None,
+        kv_bits: int | None = None,
+        prefix_cache: float | None = 0.0,
+        cache_dir: Path | None = None,
+        cache_dir_limit: float = 8.0,
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
     ) -> Catalog:
@@ -63,6 +70,7 @@ class Catalog(Mapping[str, Engine]):
 
         Raises Edge0Error where a directory can't be served, or holds another base than the first one.
         """
+        keeping, folder = Keeping.of(context, kv_bits, prefix_cache), folder_of(cache_dir, cache_dir_limit)
         directories = dict.fromkeys(entry.directory for entry in entries.values())
         checkpoints = {directory: Checkpoint.open(directory) for directory in directories}
         first, *others = checkpoints.values()
@@ -75,16 +83,16 @@ class Catalog(Mapping[str, Engine]):
         models = load_models(
             first,
             servings,
-            budget_bytes=budget_bytes_of(memory_budget),
-            context=context,
+            budget_bytes=budget_of(memory_budget),
+            keeping=keeping,
             io_threads=io_threads,
             allow_mismatch=allow_mismatch,
             float32=False,
         )
-        busy = threading.Lock()
+        busy, prefixes = threading.Lock(), Prefixes(models[0], folder)
         engines = {}
         for (name, entry), model in zip(entries.items(), models, strict=True):
-            engine = Engine(entry.directory, model, *languages[entry.directory], busy=busy)
+            engine = Engine(entry.directory, model, *languages[entry.directory], busy=busy, prefixes=prefixes)
             engine.context_length = context_length_of(checkpoints[entry.directory])
             name = name or f"edge0-{model.tier.name}"
             engines[name] = engine

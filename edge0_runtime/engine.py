@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from edge0_runtime import request
 from edge0_runtime.contract.checkpoint import Checkpoint
@@ -31,6 +29,10 @@ from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.libraries import PreTrainedTokenizerBase
 from edge0_runtime.loading import load_model
 from edge0_runtime.model import Model
+from edge0_runtime.plan import Keeping, budget_of
+from edge0_runtime.prefix.cuts import Prompt, cut
+from edge0_runtime.prefix.folder import folder_of
+from edge0_runtime.prefix.store import Prefixes
 from edge0_runtime.request import Token
 from edge0_runtime.sampling import Defaults, Processor, Sampler, make_sampler, processed
 from edge0_runtime.sequence import Sequence
@@ -51,6 +53,7 @@ class Engine:
         context_length: most tokens of prompt and answer together.
         prefill_chunk: prompt tokens per forward pass. prefill_width: prompt tokens that go through the layers together, chunk by
             chunk.
+        prefixes: snapshots, for requests that begin alike.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class Engine:
         eos_ids: frozenset[int],
         defaults: Defaults,
         busy: threading.Lock | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """`busy` is held while a request runs; engines whose models share memory share it too."""
+        """`busy` is held while a request runs; engines whose models share memory share it too, and their snapshots."""
         self.model_dir = model_dir
         self.model = model
         self.sequence: Sequence | None = None
+        self.prefixes = prefixes or Prefixes(model)
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.defaults = defaults
@@ -84,6 +89,10 @@ class Engine:
         arm: str | None = None,
         memory_budget: float | None = None,
         context: int | None = None,
+        kv_bits: int | None = None,
+        prefix_cache: float | None = 0.0,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_limit: float = 8.0,
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
         tier_name: str | None = None,
@@ -101,6 +110,9 @@ class Engine:
                 experts. None takes a quarter of the machine's memory, or what all experts need if that is less.
             context: tokens of prompt and answer that the budget reserves memory for; None: 4,096, or the model's if that is less.
                 A longer request is served, beyond the budget, with a warning.
+            kv_bits: 8 or 4 quantises keys and values as mlx-lm does: not what was trained. None: as they are computed.
+            prefix_cache: GiB of the budget for snapshots, from which requests go on that begin alike; None: an eighth of it.
+            cache_dir, cache_dir_limit: where snapshots are written to as well, and GiB that they may take there; None: nowhere.
             io_threads: threads that read experts.
             allow_mismatch: serve adapters that name another base or prerouter.
             tier_name: which adapter files, when the directory holds several or none.
@@ -110,18 +122,19 @@ class Engine:
         Raises:
             Edge0Error: whatever is wrong with the directory, before anything large is read.
         """
+        keeping, folder = Keeping.of(context, kv_bits, prefix_cache), folder_of(cache_dir, cache_dir_limit)
         checkpoint = Checkpoint.open(Path(model_dir))
         language = read_language(checkpoint)
         model = load_model(
             checkpoint,
             Serving(prerouter, lora, arm, None if adapters is None else Path(adapters), tier_name),
-            budget_bytes=budget_bytes_of(memory_budget),
-            context=context,
+            budget_bytes=budget_of(memory_budget),
+            keeping=keeping,
             io_threads=io_threads,
             allow_mismatch=allow_mismatch,
             float32=float32,
         )
-        engine = cls(checkpoint.directory, model, *language)
+        engine = cls(checkpoint.directory, model, *language, prefixes=Prefixes(model, folder))
         log.info("%s", engine.plan())
         return engine
 
@@ -138,8 +151,9 @@ class Engine:
 
     def set_memory_budget(self, memory_budget: float | None) -> None:
         """Serve the requests that follow within another budget, as in `load`. Raises Edge0Error while one runs."""
-        budget_bytes = budget_bytes_of(memory_budget)
+        budget_bytes = budget_of(memory_budget)
         with self._between_requests("memory_budget"):
+            self.prefixes.clear()  # before the room for them is another
             self.model.resize(budget_bytes)
             self.prefill_chunk, self.prefill_width = self.model.prefill_chunk, self.model.prefill_width
 
@@ -208,6 +222,10 @@ class Engine:
         event = cancel or threading.Event()
         return self._run(list(prompt_ids), max_tokens, sample, ends, event, trace, ahead, top_logprobs)
 
+    def cut(self, prompt_ids: Ids[int]) -> Prompt:
+        """The passes in which a prompt is always processed."""
+        return cut(prompt_ids, self.prefill_chunk, self.eos_ids)
+
     def replay(self, prompt_ids: Ids[int], generated_ids: Ids[int]) -> Iterator[Token]:
         """Process a known continuation: like a traced `generate`, but the tokens are the given ones."""
         self._check_request(prompt_ids, len(generated_ids))
@@ -221,19 +239,7 @@ class Engine:
         return self._run(list(prompt_ids), count, next_forced, frozenset(), threading.Event(), trace=True)
 
     def _check_request(self, prompt_ids: Ids[int], max_tokens: int) -> None:
-        vocab_size, context = self.model.vocab_size, self.context_length
-        if len(prompt_ids) == 0:
-            raise Edge0Error("prompt: it has no tokens; give at least one")
-        outside = [t for t in prompt_ids if not (isinstance(t, (int, np.integer)) and 0 <= t < vocab_size)]
-        if outside:
-            raise Edge0Error(
-                f"prompt: {outside[:5]} aren't token ids of this model; they must lie in 0..{vocab_size - 1}"
-            )
-        if len(prompt_ids) + max_tokens > context:
-            raise Edge0Error(
-                f"prompt: its {len(prompt_ids)} tokens and max_tokens = {max_tokens} don't fit the context of"
-                f" {context}; shorten the prompt or lower max_tokens"
-            )
+        request.check(prompt_ids, max_tokens, self.model.vocab_size, self.context_length)
 
     def _run(
         self,
@@ -253,9 +259,9 @@ class Engine:
             if not self.model.never_waits:
                 self.model.recover()
             self._requests += 1
-            logits = request.prefill(sequence, prompt_ids, self.prefill_chunk, self.prefill_width, cancel)
+            logits = request.prefill(sequence, self.cut(prompt_ids), self.prefill_width, cancel, self.prefixes)
             if logits is None:
-                yield Token(0, -1, 0.0, "cancelled")
+                yield Token(0, -1, 0.0, "cancelled", cached_tokens=sequence.restored)
                 return
             self._prompt_tokens += len(prompt_ids)
             reserved = self.context_length if self.model.plan is None else self.model.plan.context
@@ -282,6 +288,7 @@ class Engine:
         if self.sequence is not None:
             self.sequence.close()
         self.sequence = None
+        self.prefixes.save()
         mx.clear_cache()
 
     def stats(self) -> dict[str, Any]:
@@ -304,10 +311,12 @@ class Engine:
             "experts_held": counters["held"],
             "expert_slots": 0 if memory is None else memory.slots,
             "expert_slot_bytes": 0 if memory is None else memory.nbytes,
+            **self.prefixes.stats(),
         }
 
     def close(self) -> None:
         """Close the checkpoint's files; the engine can't be used afterwards."""
+        self.prefixes.close()
         self.model.close()
 
     def __enter__(self) -> Engine:
@@ -323,12 +332,3 @@ def read_language(checkpoint: Checkpoint) -> tuple[PreTrainedTokenizerBase, froz
     defaults = Defaults.of_model(checkpoint.directory)
     tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config)
     return tokenizer, end_tokens(checkpoint, tokenizer), defaults
-
-
-def budget_bytes_of(memory_budget: float | None) -> int | None:
-    """GiB as bytes. Raises Edge0Error where it is no number of them."""
-    if memory_budget is None:
-        return None
-    if not (math.isfinite(memory_budget) and memory_budget > 0):
-        raise Edge0Error(f"memory_budget: {memory_budget!r} must be a number of GiB larger than 0")
-    return int(memory_budget * 2**30)

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from edge0_runtime.activations import token_bytes
 from edge0_runtime.contract.artifacts import KINDS, Adapter, Kind, find_adapter
 from edge0_runtime.contract.binding import check_binding
 from edge0_runtime.contract.checkpoint import BaseIdentity, Checkpoint
@@ -134,7 +135,12 @@ def _base(checkpoint: Checkpoint, identity: BaseIdentity, tier: Tier | None) -> 
         names = {
             name for key in product(layers, PROJECTIONS, QUANTISED_PARTS) for name in tier.layout.expert_tensors(*key)
         }
-        data["expert_bytes"] = sum(size for name, size in sizes.items() if name in names)
+        data["expert_bytes"] = expert_bytes = sum(size for name, size in sizes.items() if name in names)
+        # In 16 bits; where the network computes in float32, twice as much.
+        context_bytes = token_bytes(tier, 1000, float32=False)
+        one_expert = expert_bytes / len(layers) / tier.num_experts
+        data["context_bytes_per_1000_tokens"] = context_bytes
+        data["experts_per_1000_tokens"] = round(context_bytes / one_expert, 2) if one_expert else None
         data["names"] = " and ".join(tier.layout.names_of(checkpoint.entries)) or None
         data["upstream_problems"] = upstream_base_problems(checkpoint, tier)
     return data

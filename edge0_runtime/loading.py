@@ -6,6 +6,7 @@ The mathematics is mlx-lm's. In every MoE block two submodules are replaced, the
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from edge0_runtime.heads import Heads
 from edge0_runtime.lora import apply_lora
 from edge0_runtime.model import Fixed, Identity, Model
 from edge0_runtime.network import (
+    check_kv_bits,
     evaluate,
     load_network,
     network_nbytes,
@@ -36,10 +38,12 @@ from edge0_runtime.network import (
     to_float32,
     widened_nbytes,
 )
-from edge0_runtime.plan import check_memory
+from edge0_runtime.plan import DEFAULT_KEEPING, Keeping, check_memory
 from edge0_runtime.serving import Adapters, Serving, find_checked_adapters
 from edge0_runtime.sharing import follow, lead
 from edge0_runtime.step import Running
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -50,7 +54,7 @@ def load_model(
     io_threads: int,
     allow_mismatch: bool,
     float32: bool,
-    context: int | None = None,
+    keeping: Keeping = DEFAULT_KEEPING,
 ) -> Model:
     """Load a model directory; the arguments are those of `Engine.load`, the budget in bytes.
 
@@ -60,7 +64,7 @@ def load_model(
     """
     (model,) = load_models(
         checkpoint, [serving], budget_bytes=budget_bytes, io_threads=io_threads, allow_mismatch=allow_mismatch,
-        float32=float32, context=context,
+        float32=float32, keeping=keeping,
     )  # fmt: skip
     return model
 
@@ -73,7 +77,7 @@ def load_models(
     io_threads: int,
     allow_mismatch: bool,
     float32: bool,
-    context: int | None = None,
+    keeping: Keeping = DEFAULT_KEEPING,
 ) -> list[Model]:
     """One base served in several ways, as `load_model` would serve it in each: its tensors and the experts are in memory once.
 
@@ -81,8 +85,8 @@ def load_models(
     """
     if not 1 <= io_threads <= MAX_IO_THREADS:
         raise Edge0Error(f"io_threads: {io_threads} must be between 1 and {MAX_IO_THREADS}")
-    if context is not None and context < 1:
-        raise Edge0Error(f"context: {context} must be at least 1")
+    if keeping.kv_bits is not None:
+        log.warning("kv_bits: keys and values of %d bits aren't what was trained with", keeping.kv_bits)
     arms = [serving.arm_name for serving in servings]
     if len({arm_class(arm).streams for arm in arms}) > 1:
         raise Edge0Error(
@@ -101,7 +105,7 @@ def load_models(
         # The most experts a token need the shortest prompt chunks, and the plan is the first one's.
         for index in sorted(range(len(servings)), key=lambda index: -adapters[index].tier.k):
             models[index] = build_model(
-                checkpoint, adapters[index], _identity(base, adapters[index]), store, arm=arms[index], context=context,
+                checkpoint, adapters[index], _identity(base, adapters[index]), store, arm=arms[index], keeping=keeping,
                 io_threads=io_threads, float32=float32 or needs_float32(), built=list(models.values()),
             )  # fmt: skip
         leader, *followers = models.values()
@@ -132,7 +136,7 @@ def build_model(
     arm: str,
     io_threads: int,
     float32: bool,
-    context: int | None = None,
+    keeping: Keeping = DEFAULT_KEEPING,
     built: Sequence[Model] = (),
 ) -> Model:
     """A model that knows what it needs (`Model.plan_for`); nothing of the base is read yet.
@@ -142,6 +146,7 @@ def build_model(
     tier = adapters.tier
     context_length = context_length_of(checkpoint)
     network = load_network(checkpoint.directory, tier.layout, float32=float32)
+    check_kv_bits(network, keeping.kv_bits)
     modules = dict(network.named_modules())
     if float32:
         to_float32(network, packed_too=False)
@@ -182,7 +187,7 @@ def build_model(
             io_threads=io_threads,
         ),
         arm=arm,
-        context=context,
+        keeping=keeping,
     )
 
 

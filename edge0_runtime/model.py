@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from edge0_runtime.arms import Arm, Parts, arm_class
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.contract.machine import memory_limit_bytes
 from edge0_runtime.contract.tier import Tier
 from edge0_runtime.embedding import StreamedEmbedding
 from edge0_runtime.experts.memory import ExpertMemory
@@ -20,7 +21,7 @@ from edge0_runtime.heads import Heads
 from edge0_runtime.host.disk import disk_speed
 from edge0_runtime.layers import Layers
 from edge0_runtime.network import to_float32
-from edge0_runtime.plan import DEFAULT_CONTEXT, Plan, largest_chunk, make_plan
+from edge0_runtime.plan import PREFIX_SHARE, Keeping, Plan, largest_chunk, make_plan
 from edge0_runtime.step import Running
 
 PROBE_BYTES = 64 * 2**20  # read at load to say what the disk gives
@@ -64,8 +65,8 @@ class Model:
         network: mlx-lm's, gates and expert calls wrapped. layers: its layers. parts: what arms use.
             running: which step the wrappers serve. base: the network's own modules by path, inside what wraps them.
         shared: other models of the same base compute from the same memory (`sharing`).
-        identity: of the files. context_length: tokens. context: those of them that
-            plans reserve memory for; None: DEFAULT_CONTEXT. lora_modules: how many modules carry a LoRA.
+        identity: of the files. context_length: tokens. keeping: what plans reserve memory for. lora_modules: how many modules
+            carry a LoRA.
         store: the experts on disk. memory, plan: those in memory, and why so many; None where all are resident.
         arm, arm_name: how it is served. widened: what is packed is in float32, for good.
         dropped: routed experts since construction that weren't there to compute; anything but 0 is a bug.
@@ -85,7 +86,7 @@ class Model:
         lora_modules: int,
         fixed: Fixed,
         arm: str,
-        context: int | None = None,
+        keeping: Keeping,
     ) -> None:
         """Served by the arm of that name. Experts that stream are still to be given memory (`resize`)."""
         self.network, self.layers, self.base = network, Layers(network), base
@@ -93,7 +94,7 @@ class Model:
         self.parts, self.running = parts, running
         self.store, self.identity = store, identity
         self.context_length, self.lora_modules = context_length, lora_modules
-        self.fixed, self.context = fixed, context
+        self.fixed, self.keeping = fixed, keeping
         self.memory: ExpertMemory | None = None
         self.plan: Plan | None = None
         self.widened = False
@@ -126,6 +127,14 @@ class Model:
     def prefill_width(self) -> int:
         """Prompt tokens that go through the layers together, chunk by chunk."""
         return self.prefill_chunk if self.plan is None else self.plan.prefill_width
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Memory for snapshots of conversations; without a plan, a share is one of what the budget would be by default."""
+        if self.plan is not None:
+            return self.plan.prefix_bytes
+        wanted = self.keeping.prefix_bytes
+        return int(PREFIX_SHARE * memory_limit_bytes() / 4) if wanted is None else wanted
 
     @property
     def never_waits(self) -> bool:
@@ -179,7 +188,7 @@ class Model:
 
     def plan_for(self, budget_bytes: int | None, memory_bytes: int | None = None, context: int | None = None) -> Plan:
         """What a budget buys on a machine of that much memory, this one by default, beside that context; reads nothing."""
-        wanted = self.context if context is None else context
+        keeping = self.keeping if context is None else dataclasses.replace(self.keeping, context=context)
         return make_plan(
             self.tier,
             self.store,
@@ -189,7 +198,8 @@ class Model:
             adapter_bytes=self.fixed.adapter_bytes,
             widened_bytes=self.fixed.widened_bytes if self.plan is None else 0,  # at load only: it can't be undone
             cast_bytes=0 if self.widened else self.fixed.cast_bytes,
-            context=min(self.context_length, DEFAULT_CONTEXT if wanted is None else wanted),
+            longest=self.context_length,
+            keeping=keeping,
             predicted_layers=0 if self.heads is None else len(self.tier.consumers),
             float32=self.fixed.float32,
             memory_bytes=memory_bytes,

@@ -15,15 +15,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from edge0_runtime.activations import SLICE
+from edge0_runtime.activations import KV_GROUP, SLICE
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.families import PROJECTIONS, Family
 from edge0_runtime.contract.files import one_line
 from edge0_runtime.contract.links import ABSORBED
-from edge0_runtime.libraries import QuantizedSwitchLinear, load_model
+from edge0_runtime.libraries import QuantizedSwitchLinear, load_model, make_prompt_cache
 
 Weights = dict[str, mx.array]
 GROUP_SIZE = 64  # mlx's own, where config.json says nothing
+KV_BITS = (8, 4)
 
 
 def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module:
@@ -58,6 +59,30 @@ def load_network(directory: Path, layout: Family, *, float32: bool) -> nn.Module
             " copy config.json from the base again"
         ) from error
     return network
+
+
+def prompt_cache(network: nn.Module, kv_bits: int | None) -> list[Any]:
+    """mlx-lm's prompt cache, empty; its keys and values in `kv_bits` bits from the first token on, None: as they are computed."""
+    entries: list[Any] = make_prompt_cache(network)
+    if kv_bits is None:
+        return entries
+    return [entry.to_quantized(KV_GROUP, kv_bits) if hasattr(entry, "to_quantized") else entry for entry in entries]
+
+
+def check_kv_bits(network: nn.Module, kv_bits: int | None) -> None:
+    """Raise Edge0Error where mlx-lm can't serve this network with keys and values of so many bits; nothing is computed."""
+    if kv_bits is None:
+        return
+    if kv_bits not in KV_BITS:
+        raise Edge0Error(f"kv_bits: {kv_bits!r} must be one of {', '.join(map(str, KV_BITS))}, or left out")
+    try:
+        for tokens in (2, 1):  # latent attention computes one token in another way
+            network(mx.zeros((1, tokens), mx.int32), cache=prompt_cache(network, kv_bits))
+    except Exception as error:
+        raise Edge0Error(
+            f"kv_bits: mlx-lm has no attention for keys and values of {kv_bits} bits in this model"
+            f" ({type(error).__name__}: {one_line(error)}); leave --kv-bits out"
+        ) from error
 
 
 def to_float32(network: nn.Module, *, packed_too: bool) -> None:

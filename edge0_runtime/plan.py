@@ -6,6 +6,7 @@ prompt chunk's activations, and the slots that experts are read into.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,11 +25,39 @@ REPEATED = 0.25
 PREFILL_CHUNKS = (512, 256, 128, 64, 32)
 PASS_SHARE = 0.25
 DEFAULT_CONTEXT = 4096  # tokens of prompt and answer that keys and values are reserved for
+PREFIX_SHARE = 1 / 8  # of the budget, that snapshots of conversations may take where nobody says how much
 # Prompt tokens that go through the layers together: as many whole chunks as have hidden states in this share of it. Each doubling
 # halves what a long prompt reads, and decoding wants the memory.
 WIDTH_SHARE = 1 / 32
 # mlx's sorted gather gave wrong rows above this many (mlx issue 3856).
 MAX_GATHERED_ROWS = 32768
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is to be kept of sequences.
+
+    Attributes:
+        context: tokens of prompt and answer that memory is reserved for; None: DEFAULT_CONTEXT, or the model's if that is less.
+        kv_bits: of each number of keys and values; None: as they are computed.
+        prefix_bytes: for snapshots of conversations; None: PREFIX_SHARE of the budget.
+    """
+
+    context: int | None = None
+    kv_bits: int | None = None
+    prefix_bytes: int | None = 0
+
+    @classmethod
+    def of(cls, context: int | None, kv_bits: int | None, prefix_cache: float | None) -> Keeping:
+        """As a user says it, `prefix_cache` in GiB. Raises Edge0Error where a number has no meaning."""
+        if context is not None and context < 1:
+            raise Edge0Error(f"context: {context} must be at least 1")
+        if prefix_cache is not None and not (math.isfinite(prefix_cache) and prefix_cache >= 0):
+            raise Edge0Error(f"prefix_cache: {prefix_cache!r} must be a number of GiB, 0 for none")
+        return cls(context, kv_bits, None if prefix_cache is None else int(prefix_cache * GIB))
+
+
+DEFAULT_KEEPING = Keeping()
 
 
 @dataclass(frozen=True)
@@ -42,7 +71,8 @@ class Plan:
         embedding_held: it is in memory all the same.
         widened_bytes: what packed weights take more since they are held in float32.
         context: tokens that keys and values are reserved for. context_bytes: of them, and of recurrent states. token_bytes: of
-            one more token's.
+            one more token's. kv_bits: of each number, where they are quantised.
+        prefix_bytes: for snapshots of conversations, from which requests go on that begin alike.
         prefill_chunk: prompt tokens per forward pass.
         prefill_width: prompt tokens that go through the layers together, chunk by chunk, so that a layer's experts are read once.
         workspace_bytes: activations of a chunk, and the hidden states of a width.
@@ -72,6 +102,8 @@ class Plan:
     step_experts: int
     predicted_experts: int
     disk_bytes_per_second: float | None = None
+    kv_bits: int | None = None
+    prefix_bytes: int = 0
 
     @property
     def base_bytes(self) -> int:
@@ -81,7 +113,7 @@ class Plan:
     @property
     def fixed_bytes(self) -> int:
         """What is needed before the first expert."""
-        return self.base_bytes + self.adapter_bytes + self.context_bytes + self.workspace_bytes
+        return self.base_bytes + self.adapter_bytes + self.context_bytes + self.prefix_bytes + self.workspace_bytes
 
     @property
     def full(self) -> bool:
@@ -103,11 +135,13 @@ class Plan:
 
     def text(self) -> str:
         """For the user, before anything large is read."""
+        prefixes = f" prefix cache {size(self.prefix_bytes)}," if self.prefix_bytes else ""
+        quantised = f" in {self.kv_bits} bits" if self.kv_bits else ""
         lines = [
             f"memory budget {size(self.budget_bytes)}: base {size(self.base_bytes)}, adapters {size(self.adapter_bytes)}, context"
-            f" {size(self.context_bytes)}, activations {size(self.workspace_bytes)} (prompts by {self.prefill_chunk} tokens),"
-            f" experts {size(self.slots * self.slot_nbytes)}",
-            f"the context holds {self.context} tokens; 1,000 more take {size(1000 * self.token_bytes)}, or"
+            f" {size(self.context_bytes)},{prefixes} activations {size(self.workspace_bytes)} (prompts by"
+            f" {self.prefill_chunk} tokens), experts {size(self.slots * self.slot_nbytes)}",
+            f"the context holds {self.context} tokens{quantised}; 1,000 more take {size(1000 * self.token_bytes)}, or"
             f" {figures(1000 * self.token_bytes / self.slot_nbytes)} experts",
             f"{self.slots} of {self.experts} experts fit ({size(self.expert_nbytes)} each);"
             f" a token needs {self.step_experts}, {self.predicted_experts} of them known a token ahead",
@@ -142,7 +176,8 @@ def make_plan(
     embedding_bytes: int = 0,
     widened_bytes: int = 0,
     cast_bytes: int = 0,
-    context: int = DEFAULT_CONTEXT,
+    longest: int = DEFAULT_CONTEXT,
+    keeping: Keeping = DEFAULT_KEEPING,
     memory_bytes: int | None = None,
 ) -> Plan:
     """How many experts a budget holds.
@@ -155,29 +190,41 @@ def make_plan(
         embedding_bytes: of an embedding whose rows may stay on the disk; it is held where all experts are.
         widened_bytes: what packed weights take more in float32; they get it where all experts are held and it is there.
         cast_bytes: of the largest weights that are cast for one call where they stay packed.
-        context: tokens that keys and values are reserved for.
+        longest: the model's context. keeping: what memory is reserved for; a share of the budget is less where no expert would
+            fit beside it.
         memory_bytes: of the machine that it is for; None: this one's.
 
     Raises Edge0Error if not even one expert fits.
     """
     memory_bytes = memory_limit_bytes() if memory_bytes is None else memory_bytes
+    context = min(longest, DEFAULT_CONTEXT if keeping.context is None else keeping.context)
+    kv_bits, prefix_bytes = keeping.kv_bits, keeping.prefix_bytes
     layers = len(store.tensors)
     one_slot = max(slot_nbytes(tensors, float32) for tensors in store.tensors.values())
     experts = store.num_experts * layers
-    kept, float_bytes = context_bytes(tier, context, float32=float32), 4 if float32 else 2
-    known = resident_bytes + adapter_bytes + kept
+    kept, float_bytes = context_bytes(tier, context, float32=float32, kv_bits=kv_bits), 4 if float32 else 2
+    known = resident_bytes + adapter_bytes + kept + (prefix_bytes or 0)
     chunks = [chunk for chunk in PREFILL_CHUNKS if chunk <= largest_chunk(tier)]
     passes = {chunk: pass_bytes(tier, chunk, context, cast_bytes) for chunk in chunks}
     least = known + passes[chunks[-1]] + one_slot
     everything = known + embedding_bytes + experts * one_slot
     if budget_bytes is None:
-        budget_bytes = min(everything + widened_bytes + passes[chunks[0]], max(memory_bytes // 4, least))
+        most = everything + widened_bytes + passes[chunks[0]]
+        if prefix_bytes is None:
+            most = math.ceil(most / (1 - PREFIX_SHARE))
+        budget_bytes = min(most, max(memory_bytes // 4, least))
     if budget_bytes < least:
+        snapshots = f", a prefix cache of {prefix_bytes / GIB:.6g} GiB" if prefix_bytes else ""
         raise Edge0Error(
-            f"memory_budget: {budget_bytes / GIB:.6g} GiB hold no expert: base, adapters, activations and a context of"
-            f" {context} tokens take {(least - one_slot) / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB;"
-            f" give at least {least / GIB:.6g}" + (", or a smaller context" if context > KV_STEP else "")
+            f"memory_budget: {budget_bytes / GIB:.6g} GiB hold no expert: base, adapters, activations{snapshots} and a context of"
+            f" {context} tokens take {(least - one_slot) / GIB:.6g} GiB and an expert {one_slot / GIB:.6g} GiB, which is"
+            f" {(least - budget_bytes) / GIB:.6g} too much; give at least {least / GIB:.6g}"
+            + (", or a smaller context" if context > KV_STEP else "")
+            + (", or a smaller prefix cache" if prefix_bytes else "")
         )
+    if prefix_bytes is None:
+        prefix_bytes = min(int(PREFIX_SHARE * budget_bytes), budget_bytes - least)
+        known, everything = known + prefix_bytes, everything + prefix_bytes
     held = [(more, chunk) for more in (widened_bytes, 0) for chunk in chunks]
     held = [(more, chunk) for more, chunk in held if everything + more + passes[chunk] <= budget_bytes]
     if held:
@@ -200,7 +247,7 @@ def make_plan(
         widened_bytes=widened,
         context=context,
         context_bytes=kept,
-        token_bytes=token_bytes(tier, float32=float32),
+        token_bytes=token_bytes(tier, float32=float32, kv_bits=kv_bits),
         prefill_chunk=chunk,
         prefill_width=width,
         workspace_bytes=workspace,
@@ -210,6 +257,8 @@ def make_plan(
         experts=experts,
         step_experts=layers * tier.k,
         predicted_experts=predicted_layers * tier.k,
+        kv_bits=kv_bits,
+        prefix_bytes=prefix_bytes,
     )
     check_memory("memory_budget", plan.fixed_bytes + slots * one_slot, "give less", memory_bytes)
     return plan
@@ -222,6 +271,15 @@ def check_memory(field: str, needed_bytes: int, fix: str, memory_bytes: int | No
         raise Edge0Error(
             f"{field}: {size(needed_bytes)} are needed and this machine or control group has {size(limit)}; {fix}"
         )
+
+
+def budget_of(memory_budget: float | None) -> int | None:
+    """A memory budget in GiB as bytes; None stays None. Raises Edge0Error where it is no number above 0."""
+    if memory_budget is None:
+        return None
+    if not (math.isfinite(memory_budget) and memory_budget > 0):
+        raise Edge0Error(f"memory_budget: {memory_budget!r} must be a number of GiB larger than 0")
+    return int(memory_budget * GIB)
 
 
 def largest_chunk(tier: Tier) -> int:

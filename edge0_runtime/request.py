@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
@@ -12,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from edge0_runtime.contract.errors import Edge0Error
+from edge0_runtime.prefix.cuts import Prompt
+from edge0_runtime.prefix.store import Prefixes
 from edge0_runtime.sampling import Sampler, logprobs
 from edge0_runtime.sequence import Sequence
 
@@ -31,6 +34,7 @@ class Token:
         experts: with trace=True: [MoE layers, K], sorted: what the input that led to this token was routed
             to. That input is the prompt's last token for index 0, else the token before.
         logits: with trace=True: float32 [vocabulary].
+        cached_tokens: tokens of the prompt that were not processed again, being known from an earlier request.
         top: with top_logprobs: that many of the most likely ids with their log-probabilities, the likeliest first.
     """
 
@@ -41,6 +45,7 @@ class Token:
     experts: np.ndarray | None = None
     logits: np.ndarray | None = None
     top: tuple[tuple[int, float], ...] = ()
+    cached_tokens: int = 0
 
 
 class _Choice(NamedTuple):
@@ -56,21 +61,55 @@ class _Choice(NamedTuple):
         return (*self[:4], *self.top)
 
 
+def check(prompt_ids: Ids[int], max_tokens: int, vocab_size: int, context: int) -> None:
+    """Raise Edge0Error where a prompt is empty, holds what is no id, or doesn't fit the context together with its answer."""
+    if len(prompt_ids) == 0:
+        raise Edge0Error("prompt: it has no tokens; give at least one")
+    outside = [t for t in prompt_ids if not (isinstance(t, (int, np.integer)) and 0 <= t < vocab_size)]
+    if outside:
+        raise Edge0Error(f"prompt: {outside[:5]} aren't token ids of this model; they must lie in 0..{vocab_size - 1}")
+    if len(prompt_ids) + max_tokens > context:
+        raise Edge0Error(
+            f"prompt: its {len(prompt_ids)} tokens and max_tokens = {max_tokens} don't fit the context of"
+            f" {context}; shorten the prompt or lower max_tokens"
+        )
+
+
 def prefill(
-    sequence: Sequence, prompt_ids: Ids[int], chunk: int, width: int, cancel: threading.Event
+    sequence: Sequence, prompt: Prompt, width: int, cancel: threading.Event, prefixes: Prefixes | None = None
 ) -> mx.array | None:
     """Logits after the prompt; or None when cancelled.
 
-    It goes in `chunk` tokens at a time, and as many chunks layer by layer as have `width` tokens. The last token goes alone, as
-    in mlx-lm: then the large output projection is computed for it only.
+    It goes pass by pass, and as many passes layer by layer as have `width` tokens. The last token goes alone, as in mlx-lm: then
+    the large output projection is computed for it only.
+
+    Args:
+        prefixes: what is known of earlier prompts, to go on from the longest that this one begins with.
     """
-    before_last, last = prompt_ids[:-1], prompt_ids[-1:]
-    chunks = [before_last[start : start + chunk] for start in range(0, len(before_last), chunk)]
-    together = max(1, width // chunk)
-    for start in range(0, len(chunks), together):
-        if not sequence.prefill_chunks(chunks[start : start + together], cancel):
+    keep: set[int] = set()
+    if prefixes is not None:
+        prefixes.resume(sequence, prompt)
+        keep = prefixes.to_keep(sequence, prompt)
+    for passes in _together(prompt.passes(sequence.tokens), width):
+        ends = list(itertools.accumulate(map(len, passes), initial=sequence.tokens))[1:]
+        snapshots = sequence.prefill_chunks(passes, cancel, [n for n, end in enumerate(ends) if end in keep])
+        if snapshots is None:
             return None
-    return None if cancel.is_set() else sequence.prefill(last, last=True)
+        if prefixes is not None:
+            prefixes.add(sequence, prompt, snapshots)
+    return None if cancel.is_set() else sequence.prefill(prompt.ids[-1:], last=True)
+
+
+def _together(passes: Ids[Ids[int]], width: int) -> Iterator[list[Ids[int]]]:
+    """Passes in groups of at most `width` tokens, and of one pass at least."""
+    group: list[Ids[int]] = []
+    for ids in passes:
+        if group and sum(map(len, group)) + len(ids) > width:
+            yield group
+            group = []
+        group.append(ids)
+    if group:
+        yield group
 
 
 def decode(
@@ -97,7 +136,7 @@ def decode(
     choice = _choose(sequence, logits_V, sample, top)
     for index in range(max_tokens):
         if cancel.is_set():
-            yield Token(index, -1, 0.0, "cancelled")
+            yield Token(index, -1, 0.0, "cancelled", cached_tokens=sequence.restored)
             return
         following = None
         if ahead and index + 1 < max_tokens:
@@ -108,7 +147,7 @@ def decode(
         finish = _finish(token in stop_ids, index + 1 == max_tokens)
         experts = sequence.last.executed() if trace and sequence.last else None
         logits = np.array(choice.logits_V.astype(mx.float32)) if trace else None
-        yield Token(index, token, logprob, finish, experts, logits, _ranked(choice))
+        yield Token(index, token, logprob, finish, experts, logits, _ranked(choice), sequence.restored)
         if finish is not None:
             return
         choice = following or _choose(sequence, sequence.decode(token, final=index + 2 == max_tokens), sample, top)

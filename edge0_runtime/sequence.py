@@ -14,41 +14,21 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
 
-from edge0_runtime.libraries import make_prompt_cache
 from edge0_runtime.model import Model
+from edge0_runtime.network import prompt_cache
+from edge0_runtime.snapshot import Rows, Snapshot, arrays_of, has_rows, part_of, restore
 from edge0_runtime.step import Step
 
 # A prompt chunk that routes to each expert at least this often on average uses nearly all of them: exp(-2) = 14 %
 # would be left out by uniform routing.
 WHOLE_LAYER_USES = 2
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A sequence between two steps: continuing from it gives the same bits as going on did.
-
-    Attributes:
-        kv: the state of every entry of mlx-lm's prompt cache.
-        index, trail, features, since: of the last step. ran: layer -> [1, K], its last token's experts.
-        nbytes: memory that the arrays take.
-    """
-
-    kv: tuple[Any, ...]
-    index: int
-    trail: int | None
-    features: Any
-    since: mx.array | None
-    ran: Mapping[int, np.ndarray]
-    nbytes: int
 
 
 class Sequence:
@@ -57,26 +37,35 @@ class Sequence:
     Attributes:
         last: the pass that was built last, maybe not evaluated yet; None before the prompt.
         coming: the step that `foresee` made and that isn't run yet.
+        model: that it runs on. tokens: how many it has processed. restored: how many of them a snapshot brought.
     """
 
     def __init__(self, model: Model, snapshot: Snapshot | None = None) -> None:
         """At the beginning, or where a snapshot was taken. Nothing is being read for another sequence afterwards."""
-        self._model = model
-        self._kv: list[Any] = make_prompt_cache(model.network)
+        self.model = model
+        self._kv: list[Any] = prompt_cache(model.network, model.keeping.kv_bits)
+        self._rows: Rows | None = None  # that the last snapshot copied
+        self.tokens = self.restored = 0
         self.last: Step | None = None
         self.coming: Step | None = None
         if model.memory is not None:
             model.memory.abandon()
         if snapshot is not None:
-            for entry, state in zip(self._kv, snapshot.kv, strict=True):
-                entry.state = _copied(state)
-            self.last = Step(
-                snapshot.index,
-                trail=snapshot.trail,
-                features=snapshot.features,
-                since=snapshot.since,
-                ran=dict(snapshot.ran),
-            )
+            self.restore(snapshot)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on where the snapshot was taken; at the beginning of a sequence only."""
+        if self.last is not None:
+            raise RuntimeError("a sequence that has begun; make another one to go on from a snapshot")
+        restore(self._kv, snapshot)
+        self._rows, self.tokens, self.restored = snapshot.rows, snapshot.tokens, snapshot.tokens
+        self.last = Step(
+            snapshot.index,
+            trail=snapshot.trail,
+            features=snapshot.features,
+            since=snapshot.since,
+            ran=dict(snapshot.ran),
+        )
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -93,25 +82,33 @@ class Sequence:
         self.prefill_chunks([token_ids], threading.Event())
         return None
 
-    def prefill_chunks(self, chunks: Ids[Ids[int]], cancel: threading.Event) -> bool:
+    def prefill_chunks(
+        self, chunks: Ids[Ids[int]], cancel: threading.Event, keep: Collection[int] = ()
+    ) -> list[Snapshot] | None:
         """Process chunks of the prompt: as one after the other, but a layer's experts are read once for all of them.
 
+        Args:
+            keep: numbers of chunks behind which a snapshot is taken.
+
         Returns:
-            Whether they are done; if not, `cancel` was set, and the sequence can only be closed.
+            The snapshots; or None when `cancel` was set, and the sequence can only be closed.
         """
         steps, tokens = self._prompt_steps(chunks), [mx.array(list(chunk)) for chunk in chunks]
-        if not self._model.never_waits:
-            return self._by_layers(steps, tokens, cancel)
-        for step, tokens_T in zip(steps, tokens, strict=True):
+        if not self.model.never_waits:
+            return self._by_layers(steps, tokens, cancel, keep)
+        kept = []
+        for index, (step, tokens_T) in enumerate(zip(steps, tokens, strict=True)):
             if cancel.is_set():
-                return False
+                return None
             self._forward(step, tokens_T)
             step.logits_V = None  # nobody wants them, so they aren't computed
             self._end_of_chunks()
-        return True
+            if index in keep:
+                kept.append(self.snapshot())
+        return kept
 
     def _prompt_steps(self, chunks: Ids[Ids[int]]) -> list[Step]:
-        tier = self._model.tier
+        tier = self.model.tier
         whole = sum(map(len, chunks)) * tier.k >= WHOLE_LAYER_USES * tier.num_experts
         trail = 0 if self.last is None else self.last.trail
         steps = []
@@ -120,8 +117,10 @@ class Sequence:
             steps.append(Step(trail=trail, whole_layers=whole))
         return steps
 
-    def _by_layers(self, steps: list[Step], tokens: list[mx.array], cancel: threading.Event) -> bool:
-        model = self._model
+    def _by_layers(
+        self, steps: list[Step], tokens: list[mx.array], cancel: threading.Event, keep: Collection[int]
+    ) -> list[Snapshot] | None:
+        model = self.model
         assert model.memory is not None  # somebody waits for experts
         self._begin(steps[0])
         model.memory.age()
@@ -131,18 +130,23 @@ class Sequence:
             first_1TD, layers = model.layers.calls(model.network, tokens_T, self._kv, start)
             hidden.append(first_1TD)
             calls.append(layers)
+        parts: dict[int, list[Any]] = {index: [] for index in sorted(keep)}
         for layer, calls_of_chunks in enumerate(zip(*calls, strict=True)):
+            entry, copied = self._kv[layer], self._copied
             for index, (step, call) in enumerate(zip(steps, calls_of_chunks, strict=True)):
                 if cancel.is_set():
-                    return False
+                    return None
                 self._let_run(step)
                 step.again = step is not steps[-1]
                 hidden[index] = call(hidden[index])
                 # Before the next graph is built: it may compute from the same slots with other experts in them.
-                mx.eval(hidden[index], self._kv[layer].state, list(step.inputs.values()))
+                mx.eval(hidden[index], entry.state, list(step.inputs.values()))
                 model.memory.release()
                 step.routings.clear()  # nobody looks at a chunk's
                 step.stop()
+                if index in parts:  # the next chunk changes the entry
+                    parts[index].append(part_of(entry, copied))
+                    copied = entry.offset if has_rows(entry) else copied
             if layer in model.memory.layers:
                 model.memory.rank(layer, np.concatenate([step.ran[layer] for step in steps]))
         for step in steps:
@@ -151,7 +155,12 @@ class Sequence:
             step.stop()
             self.last = step
         self._end_of_chunks()
-        return True
+        kept = []
+        for index, (step, tokens_T) in enumerate(zip(steps, tokens, strict=True)):
+            self.tokens += tokens_T.size
+            if index in parts:
+                kept.append(self._snapshot(step, parts[index]))
+        return kept
 
     def _end_of_chunks(self) -> None:
         assert self.last is not None
@@ -172,7 +181,7 @@ class Sequence:
         if self.last is None:
             raise RuntimeError("a step needs one before it; prefill the prompt first")
         step = self.coming = Step(self.last.index + 1, token)
-        self._model.arm.foresee(self.last, step)
+        self.model.arm.foresee(self.last, step)
         return step
 
     def flush(self, *arrays: mx.array, final: bool = False) -> None:
@@ -188,11 +197,11 @@ class Sequence:
         self._check_files()
         self._settle()
         coming.trail = None if last.trail is None else hash((last.trail, int(token)))
-        coming.memory = None if final else self._model.memory
+        coming.memory = None if final else self.model.memory
         coming.flushed = True
-        if self._model.memory is not None:
-            self._model.memory.turn()
-            self._model.arm.hints(last, coming)
+        if self.model.memory is not None:
+            self.model.memory.turn()
+            self.model.arm.hints(last, coming)
 
     def run(self) -> mx.array:
         """The coming step's pass: logits [vocabulary], not evaluated yet."""
@@ -200,7 +209,7 @@ class Sequence:
             raise RuntimeError("the step before was to be the final one, so nothing is foreseen of this one")
         step, token = self._foreseen()
         logits = self._forward(step, token[None])
-        self._model.predicted_steps += bool(step.foreseen)
+        self.model.predicted_steps += bool(step.foreseen)
         return logits
 
     def decode(self, token_id: int, *, final: bool = False) -> mx.array:
@@ -226,22 +235,32 @@ class Sequence:
             mx.eval(self.last.logits_V)
         self._evaluate_state()
         self._settle()
-        kv, last = tuple(_copied(entry.state) for entry in self._kv), self.last
-        arrays = _arrays([kv, last.features, last.since])
-        mx.eval(arrays)
-        nbytes = sum(array.nbytes for array in arrays)
-        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in last.ran.items()}
-        return Snapshot(kv, last.index, last.trail, last.features, last.since, ran, nbytes)
+        return self._snapshot(self.last, [part_of(entry, self._copied) for entry in self._kv])
+
+    @property
+    def _copied(self) -> int:
+        """Tokens whose rows the last snapshot has."""
+        return 0 if self._rows is None else self._rows.stop
+
+    def _snapshot(self, step: Step, parts: Ids[Any]) -> Snapshot:
+        """After `step`, of what the prompt cache's entries held then: of rows those behind the last snapshot's."""
+        rows = [part if has_rows(entry) else None for entry, part in zip(self._kv, parts, strict=True)]
+        states = [None if has_rows(entry) else part for entry, part in zip(self._kv, parts, strict=True)]
+        if self._rows is None or self._rows.stop < self.tokens:
+            self._rows = Rows(self._rows, self.tokens, tuple(rows))
+        mx.eval(arrays_of([step.features, step.since]))
+        ran = {layer: np.array(experts_TK[-1:]) for layer, experts_TK in step.ran.items()}
+        return Snapshot(self._rows, tuple(states), step.index, step.trail, step.features, step.since, ran)
 
     def close(self) -> None:
         """Give its memory back, whatever became of it; nothing is read for it any more."""
-        for step in (self._model.running.step, self.last, self.coming):
+        for step in (self.model.running.step, self.last, self.coming):
             if step is not None:
                 step.stop()  # an exception that somebody keeps may hold the step, and slots are large
-        self._model.running.step = Step()
-        self._kv, self.last, self.coming = [], None, None
-        if self._model.memory is not None:
-            self._model.memory.abandon()
+        self.model.running.step = Step()
+        self._kv, self._rows, self.last, self.coming = [], None, None, None
+        if self.model.memory is not None:
+            self.model.memory.abandon()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -252,16 +271,17 @@ class Sequence:
         return self.coming, self.coming.token
 
     def _forward(self, step: Step, tokens_T: mx.array) -> mx.array:
-        model = self._model
+        model = self.model
         self._begin(step)
         logits_1TV = model.network(tokens_T[None], cache=self._kv)
         step.features = model.arm.remember(step)
         step.logits_V = logits_1TV[0, -1]
         self.last = step
+        self.tokens += tokens_T.size
         return step.logits_V
 
     def _begin(self, step: Step) -> None:
-        model, last = self._model, self.last
+        model, last = self.model, self.last
         if last is not None and last.logits_V is not None and not model.never_waits:
             mx.eval(last.logits_V)  # their graph may have to compute from slots that this pass overwrites
         self._settle()
@@ -274,14 +294,14 @@ class Sequence:
             model.memory.want_layer(model.memory.layers[0])
 
     def _let_run(self, step: Step) -> None:
-        model = self._model
+        model = self.model
         step.route, step.look_ahead = model.arm.route, model.arm.look_ahead
         step.memory, step.waits = model.memory, not model.never_waits
         model.running.step = step
 
     def _evaluate_state(self) -> None:
         assert self.last is not None
-        mx.eval([entry.state for entry in self._kv], _arrays([self.last.features, self.last.since]))
+        mx.eval([entry.state for entry in self._kv], arrays_of([self.last.features, self.last.since]))
 
     def _settle(self) -> None:
         """Everything built so far is evaluated, or will never wait.
@@ -289,23 +309,13 @@ class Sequence:
         Raises RuntimeError if a block chose an expert that was not staged for it: the step's result is wrong then.
         """
         if self.last is not None and (dropped := self.last.dropped()):
-            self._model.dropped += sum(dropped.values())
+            self.model.dropped += sum(dropped.values())
             layer, count = next(iter(dropped.items()))
             raise RuntimeError(f"layer {layer}: {count} routed experts were not staged")
-        if self._model.memory is not None:
-            self._model.memory.release()
+        if self.model.memory is not None:
+            self.model.memory.release()
 
     def _check_files(self) -> None:
         """A pass is computed; whatever of it was read came from the files as they were opened."""
-        if not self._model.never_waits:
-            self._model.store.check()
-
-
-def _copied(state: Any) -> Any:
-    """The same arrays as other objects: mlx-lm's caches write into theirs."""
-    return tree_map(lambda value: mx.array(value) if isinstance(value, mx.array) else value, state)
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    leaves: list[tuple[str, Any]] = tree_flatten(tree)  # type: ignore[assignment]
-    return [value for _, value in leaves if isinstance(value, mx.array)]
+        if not self.model.never_waits:
+            self.model.store.check()

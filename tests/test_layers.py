@@ -17,15 +17,16 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "edge0_runtime": (
         ("contract",),
         ("scanning",),
-        ("libraries", "units", "hub"),
+        ("libraries", "units", "hub", "activations"),
         ("experts", "inspection"),  # bytes: they know neither routing nor step
-        ("host", "routing", "sampling", "sticky", "text", "activations"),
-        ("step", "heads", "layers", "lora", "network", "embedding", "plan"),
+        ("host", "routing", "sampling", "sticky", "text"),
+        ("step", "heads", "layers", "lora", "network", "embedding", "plan", "snapshot"),
         ("gates",),
         ("arms",),
         ("model",),
         ("sharing", "serving"),
         ("loading", "sequence"),
+        ("prefix",),  # what requests share that begin alike
         ("request",),
         ("engine",),
         ("catalog",),

@@ -85,6 +85,10 @@ class Arm:
         """The pass is built: what the next step's `foresee` will find in `features`. Arrays in lists and tuples."""
         return None
 
+    def features_of(self, arrays: Sequence[mx.array]) -> Any:
+        """What `remember` returned, made of all its arrays in their order: of a snapshot that was read from a file."""
+        raise NotImplementedError(f"arm {type(self).__name__} leaves no features")
+
 
 def arm_class(name: str) -> type[Arm]:
     """The arm of that name. Raises Edge0Error naming the known ones."""

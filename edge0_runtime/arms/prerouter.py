@@ -104,6 +104,10 @@ class Prerouter(Lookahead):
             step.since = self._since(step, EVERY)
         return self._features(step, EVERY) if self._leaves_features(step) else None
 
+    def features_of(self, arrays: Sequence[mx.array]) -> Features:
+        """Of a snapshot that was read from a file."""
+        return Features(*arrays)
+
     def look_ahead(self, step: Step, layer: int) -> tuple[Sequence[int], mx.array] | None:
         """What a group of heads says, as soon as the layers that they speak of have run; not if they need the next token."""
         rows = self._groups.get(layer)

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from edge0_runtime.cli.options import add_engine_options, load_engine, shower, unicode_text
+from edge0_runtime.cli.options import add_engine_options, add_prefix_options, load_engine, shower, unicode_text
 
 HELP = "talk to the model in its chat template"
 EXAMPLES = """\
@@ -19,6 +19,7 @@ edge0_runtime chat ORG/NAME@main --memory-budget 4"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, one question or none, and how answers are sampled."""
     add_engine_options(parser)
+    add_prefix_options(parser)
     parser.add_argument("--prompt", type=unicode_text, metavar="TEXT", help="one question, one answer, no conversation")
     parser.add_argument("--system", type=unicode_text, metavar="TEXT", help="the system prompt")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of one answer; default: what the context holds")

@@ -99,6 +99,10 @@ def load_catalog(args: argparse.Namespace, models: Sequence[Named]) -> Catalog:
         entries,
         memory_budget=args.memory_budget,
         context=args.context,
+        kv_bits=args.kv_bits,
+        prefix_cache=args.prefix_cache,
+        cache_dir=args.cache_dir,
+        cache_dir_limit=args.cache_dir_limit,
         io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge0_runtime.arms import ARMS
@@ -12,6 +13,8 @@ from edge0_runtime.hub import adapters_of, directory_of
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
+
+CACHE_DIR_GIB = 8.0
 
 
 def add_directory(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -53,12 +56,43 @@ def add_engine_options(parser: argparse.ArgumentParser, *, optional: bool = Fals
         help="tokens that the budget reserves memory for (default 4096, or the model's)",
     )
     parser.add_argument(
+        "--kv-bits",
+        type=int,
+        choices=(8, 4),
+        help="quantise keys and values, which is not what was trained; default: as they are computed",
+    )
+    parser.set_defaults(prefix_cache=0.0, cache_dir=None, cache_dir_limit=CACHE_DIR_GIB)
+    parser.add_argument(
         "--arm", choices=ARMS, help="how experts are routed and read, to be measured against each other"
     )
     parser.add_argument(
         "--io-threads", type=int, default=IO_THREADS, metavar="N", help="that read experts (default %(default)s)"
     )
     parser.add_argument("--allow-mismatch", action="store_true", help="serve files that were not made together")
+
+
+def add_prefix_options(parser: argparse.ArgumentParser) -> None:
+    """What is kept of a conversation for its next turn, in a command that has conversations; `load_engine` reads them."""
+    parser.add_argument(
+        "--prefix-cache",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="of the budget, for what is known of earlier prompts; 0: nothing is kept; default: an eighth of the budget",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="write it there too, to be found after a restart; default: nowhere",
+    )
+    parser.add_argument(
+        "--cache-dir-limit",
+        type=float,
+        default=CACHE_DIR_GIB,
+        metavar="GIB",
+        help="that it may take there, the oldest goes first (default %(default)s)",
+    )
 
 
 def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
@@ -75,6 +109,10 @@ def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
         arm=args.arm,
         memory_budget=args.memory_budget,
         context=args.context,
+        kv_bits=args.kv_bits,
+        prefix_cache=args.prefix_cache,
+        cache_dir=args.cache_dir,
+        cache_dir_limit=args.cache_dir_limit,
         io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
         tier_name=args.tier,

@@ -7,7 +7,7 @@ import json
 import os
 
 from edge0_runtime.cli.models import asked, load_catalog, model_name, named
-from edge0_runtime.cli.options import add_engine_options
+from edge0_runtime.cli.options import add_engine_options, add_prefix_options
 
 HELP = "serve OpenAI's chat API over HTTP"
 EXAMPLES = """\
@@ -19,6 +19,7 @@ edge0_runtime serve --model base=models/nano,no-prerouter,no-lora --model both=m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, and where to listen."""
     add_engine_options(parser, optional=True)
+    add_prefix_options(parser)
     parser.add_argument(
         "--model",
         action="append",

@@ -27,6 +27,7 @@ from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.loading import load_model
 from edge0_runtime.measure.outline import shortened, write_outline
 from edge0_runtime.model import Model
+from edge0_runtime.prefix.cuts import cut
 from edge0_runtime.request import decode, prefill
 from edge0_runtime.sequence import Sequence
 from edge0_runtime.serving import Serving
@@ -109,7 +110,7 @@ def _write_adapters(checkpoint: Checkpoint, tier: Tier) -> None:
 def _steps(model: Model) -> Iterator[float]:
     """Seconds of one decode step after the other, without those that warm up."""
     sequence, cancel = Sequence(model), threading.Event()
-    logits_V = prefill(sequence, [0, 0], 1, 1, cancel)
+    logits_V = prefill(sequence, cut([0, 0], 1, ()), 1, cancel)
     assert logits_V is not None
     tokens = decode(sequence, logits_V, WARM + MOST_STEPS + 1, mx.argmax, frozenset(), cancel, ahead=False, trace=False)
     for _ in range(WARM):

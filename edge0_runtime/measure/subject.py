@@ -23,6 +23,7 @@ from edge0_runtime.experts.store import ExpertStore
 from edge0_runtime.loading import build_model, needs_float32
 from edge0_runtime.measure.outline import outline_of_tier, write_outline
 from edge0_runtime.model import Identity, Model
+from edge0_runtime.plan import Keeping
 from edge0_runtime.serving import Adapters
 
 
@@ -45,7 +46,7 @@ class Subject:
         try:
             return build_model(
                 self.checkpoint, Adapters(tier, prerouter, lora), Identity("", None, None), store,
-                arm=DEFAULT, io_threads=IO_THREADS, float32=needs_float32(), context=context,
+                arm=DEFAULT, io_threads=IO_THREADS, float32=needs_float32(), keeping=Keeping(context),
             )  # fmt: skip
         except BaseException:
             store.close()

@@ -173,7 +173,7 @@ def verify(
 
     Raises:
         Edge0Error: the trace belongs to another base or to other adapter files than the engine serves; or one of both
-            doesn't compute in float32, where what is judged would drown in rounding.
+            doesn't compute in float32, where what is judged would drown in rounding; or keys and values are quantised.
     """
     _check_same(engine, trace)
     dropped_before = engine.stats()["dropped_experts"]
@@ -193,6 +193,10 @@ def _check_same(engine: Engine, trace: ReferenceTrace) -> None:
         )
     if not model.fixed.float32:
         raise Edge0Error("verify: this engine computes in the dtype of its files; load it with float32=True")
+    if model.keeping.kv_bits is not None:
+        raise Edge0Error(
+            f"verify: keys and values of {model.keeping.kv_bits} bits are not what was trained with; leave --kv-bits out"
+        )
     served = {
         "tier": model.tier.name,
         "base_fingerprint": model.identity.fingerprint,
@@ -243,7 +247,7 @@ def _prompt_differences(engine: Engine, prompt: PromptTrace) -> list[RoutingDiff
     ids, experts_PLK = prompt.prompt_ids_P.tolist(), prompt.prompt_experts_PLK
     if experts_PLK is None or len(ids) == 1:
         return []
-    ran_PLK = np.sort(_prompt_experts(engine, ids[:-1]), axis=-1)
+    ran_PLK = np.sort(_prompt_experts(engine, ids), axis=-1)
     differing = (ran_PLK != experts_PLK[:-1]).any(axis=(1, 2))
     if not differing.any():
         return []
@@ -256,11 +260,11 @@ def _prompt_differences(engine: Engine, prompt: PromptTrace) -> list[RoutingDiff
 
 
 def _prompt_experts(engine: Engine, ids: list[int]) -> np.ndarray:
-    """[P, L, K], what the positions of a prompt ran, in the chunks that it is always cut into."""
+    """[P, L, K], what the positions of a prompt before its last ran, in the passes that it is always cut into."""
     sequence, chunks = Sequence(engine.model), []
     try:
-        for start in range(0, len(ids), engine.prefill_chunk):
-            sequence.prefill(ids[start : start + engine.prefill_chunk], last=False)
+        for passed in engine.cut(ids).passes():
+            sequence.prefill(passed, last=False)
             assert sequence.last is not None
             chunks.append(np.stack([np.array(sequence.last.ran[layer]) for layer in _moe_layers(engine)], axis=1))
     finally:

@@ -41,6 +41,7 @@ class _Clock:
     decode_s: float = 0.0
     tokens: int = 0
     thinking: int = 0  # of the tokens
+    cached_tokens: int = 0  # of each prompt once, as usage counts it
     steps: int = 0
 
     def finished(self, engine: Engine, before: dict[str, Any], prompt_tokens: int) -> Finished:
@@ -49,7 +50,7 @@ class _Clock:
             prompt_tokens=prompt_tokens,
             completion_tokens=self.tokens,
             thinking_tokens=self.thinking,
-            cached_tokens=0,
+            cached_tokens=self.cached_tokens,
             queued_s=self.started - self.submitted,
             first_token_s=(self.first_token or now) - self.submitted,
             total_s=now - self.submitted,
@@ -102,6 +103,8 @@ def _one(
             if step.finish_reason == "cancelled":
                 return False
             last = time.perf_counter()
+            if first == 0.0 and number % request.n == 0:
+                clock.cached_tokens += step.cached_tokens
             first = first or last
             clock.first_token = clock.first_token or last
             clock.tokens += 1

@@ -36,7 +36,7 @@ from edge0_runtime.host.memory import (
 )
 from edge0_runtime.measure.ab import compare, ratios, table
 from edge0_runtime.measure.bench import run
-from edge0_runtime.plan import MAX_GATHERED_ROWS, largest_chunk, make_plan
+from edge0_runtime.plan import MAX_GATHERED_ROWS, Keeping, largest_chunk, make_plan
 from edge0_runtime.serving import find_adapters
 from tests.mlx_memory import mlx_bytes
 
@@ -48,7 +48,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells; other s
 
 def test_the_plan_counts_everything_that_is_held(tiny_dir: Path, store: ExpertStore) -> None:
     tier = find_adapters(tiny_dir, prerouter=True, lora=False, tier_name=None).tier
-    known = {"resident_bytes": 10**6, "adapter_bytes": 10**5, "predicted_layers": 2, "float32": False, "context": 257}
+    known = {
+        "resident_bytes": 10**6,
+        "adapter_bytes": 10**5,
+        "predicted_layers": 2,
+        "float32": False,
+        "keeping": Keeping(257),
+    }
     whole = make_plan(tier, store, budget_bytes=None, **known)
     assert whole.full and whole.budget_bytes == whole.fixed_bytes + 32 * 13_824 and whole.fixed_bytes > 1_100_000
     assert make_plan(tier, store, budget_bytes=10**12, **known).slots == 32

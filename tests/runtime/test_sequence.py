@@ -15,7 +15,8 @@ import pytest
 from edge0_runtime.arms import ARMS
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
-from edge0_runtime.sequence import Sequence, Snapshot
+from edge0_runtime.sequence import Sequence
+from edge0_runtime.snapshot import Snapshot, arrays_of
 from tests.mlx_memory import mlx_bytes
 from tests.runtime.test_prerouter import RULES
 
@@ -118,7 +119,7 @@ def test_a_snapshot_is_evaluated(tiny_dir: Path, prompts: list[list[int]]) -> No
         decode(sequence, TOKENS[:2])
         before = mlx_bytes()
         snapshot = sequence.snapshot()
-        mx.eval(list(snapshot.kv), list(snapshot.features))
+        mx.eval(arrays_of([snapshot.rows.parts, snapshot.states, snapshot.features]))
         assert mx.get_active_memory() - before <= snapshot.nbytes + 2**16
 
 
