@@ -1,7 +1,8 @@
 """Time to the first token of a prompt whose beginning is known from an earlier request, beside that of the whole prompt.
 
-    python scripts/make_synthetic_checkpoint.py 35b models/35b-4-layers --layers 4
-    python -m benchmarks.prefix models/nano models/35b-4-layers --memory-budget 1 > rows.jsonl
+    python scripts/make_synthetic_checkpoint.py nano models/nano-synthetic
+    python scripts/make_synthetic_checkpoint.py 35b models/35b-9-layers --layers 9 --experts 32 --vocab 4096
+    python -m benchmarks.prefix models/nano-synthetic models/35b-9-layers --memory-budget 1 > rows.jsonl
 
 In one process and by turns, each round with another system prompt of PREFIX tokens, and a question behind it: `off` keeps
 nothing; `first` takes snapshots; `hit` asks another question after the same system prompt. A row a round and way; the ids of

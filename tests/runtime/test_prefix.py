@@ -111,12 +111,15 @@ def test_models_of_one_base_share_the_memory_and_nothing_else(tiny_dir: Path) ->
         assert len(held) == 1 and 0 < held.pop() <= catalog["bare"].model.prefix_bytes
 
 
-def test_a_text_without_turns_is_known_up_to_its_last_chunk(tiny_dir: Path) -> None:
-    """Where it grows; asked for again, up to its last token."""
+@pytest.mark.parametrize("kind", ["predicted", "ling"])
+def test_a_text_without_turns_is_known_up_to_its_last_chunk(make: Callable[[str], Path], kind: str) -> None:
+    """Where it grows; asked for again, up to its last token, whose heads then see the features of a snapshot."""
     text = [token for token in turn(8, 120) if token != END]
-    with load(tiny_dir, prefix_cache=ROOM) as engine:
-        assert [steps(engine, text[:n])[1] for n in (100, 100, 119)] == [0, 99, 96]
-        assert steps(engine, text[:1])[1] == steps(engine, text[:2])[1] == 0
+    with load(make(kind)) as engine:
+        expected = [steps(engine, text[:n])[0] for n in (100, 100, 119, 1, 2)]
+    with load(make(kind), prefix_cache=ROOM) as engine:
+        found = [steps(engine, text[:n]) for n in (100, 100, 119, 1, 2)]
+    assert found == list(zip(expected, [0, 99, 96, 0, 0], strict=True))
 
 
 def same(one: Snapshot, other: Snapshot) -> bool:
