@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from edge0_runtime.contract import rendering
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.text import chat_ids
