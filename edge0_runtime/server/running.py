@@ -81,11 +81,10 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Every 0.1 s: whether to shut down."""
         if self._until is not None:
-            if self._service.idle:
-                return True
-            if time.monotonic() >= self._until:
+            late = time.monotonic() >= self._until
+            if late:
                 await asyncio.to_thread(self._service.close)
-                return True
+            self.should_exit = late or self._service.idle  # streams without an end look at it, too
         return await super().on_tick(counter)
 
 
