@@ -63,8 +63,11 @@ class Catalog(Mapping[str, Engine]):
         cache_dir_limit: float = 8.0,
         io_threads: int = IO_THREADS,
         allow_mismatch: bool = False,
+        chat_template: Path | None = None,
     ) -> Catalog:
         """Load at least one entry; the other arguments are those of `Engine.load`, for all together.
+
+        `chat_template`: a file whose template takes the place of the models' own.
 
         An entry under the empty name is called after its tier, `edge0-<tier>`.
 
@@ -76,7 +79,9 @@ class Catalog(Mapping[str, Engine]):
         first, *others = checkpoints.values()
         for other in others:
             _check_same_base(first, other)
-        languages = {directory: read_language(checkpoint) for directory, checkpoint in checkpoints.items()}
+        languages = {
+            directory: read_language(checkpoint, chat_template) for directory, checkpoint in checkpoints.items()
+        }
         servings = [
             replace(entry.serving, adapters=entry.serving.adapters or entry.directory) for entry in entries.values()
         ]

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,7 @@ class Engine:
         top_logprobs: int = 0,
         ignore_eos: bool = False,
         cancel: threading.Event | None = None,
+        progress: Callable[[int, int], None] | None = None,
         trace: bool = False,
     ) -> Iterator[Token]:
         """Generate up to `max_tokens` tokens.
@@ -206,6 +207,7 @@ class Engine:
             top_logprobs: how many of the most likely tokens `Token.top` has.
             ignore_eos: go on after an end token.
             cancel: checked before every prefill chunk and every token.
+            progress: called with how many tokens of the prompt are processed, and how many of those were known from before.
             trace: fill `Token.experts` and `Token.logits`.
 
         Raises:
@@ -220,7 +222,7 @@ class Engine:
             sample = processed(sample, processors, prompt_ids)
         ends, ahead = frozenset() if ignore_eos else self.eos_ids, not processors
         event = cancel or threading.Event()
-        return self._run(list(prompt_ids), max_tokens, sample, ends, event, trace, ahead, top_logprobs)
+        return self._run(list(prompt_ids), max_tokens, sample, ends, event, trace, ahead, top_logprobs, progress)
 
     def cut(self, prompt_ids: Ids[int]) -> Prompt:
         """The passes in which a prompt is always processed."""
@@ -251,6 +253,7 @@ class Engine:
         trace: bool,
         ahead: bool = True,
         top: int = 0,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[Token]:
         if not self._busy.acquire(blocking=False):
             raise Edge0Error("engine: a request is running; finish or close it before the next")
@@ -259,7 +262,9 @@ class Engine:
             if not self.model.never_waits:
                 self.model.recover()
             self._requests += 1
-            logits = request.prefill(sequence, self.cut(prompt_ids), self.prefill_width, cancel, self.prefixes)
+            logits = request.prefill(
+                sequence, self.cut(prompt_ids), self.prefill_width, cancel, self.prefixes, progress
+            )
             if logits is None:
                 yield Token(0, -1, 0.0, "cancelled", cached_tokens=sequence.restored)
                 return
@@ -326,9 +331,11 @@ class Engine:
         self.close()
 
 
-def read_language(checkpoint: Checkpoint) -> tuple[PreTrainedTokenizerBase, frozenset[int], Defaults]:
+def read_language(
+    checkpoint: Checkpoint, template: Path | None = None
+) -> tuple[PreTrainedTokenizerBase, frozenset[int], Defaults]:
     """Tokenizer, end tokens and sampling of a model directory; raises Edge0Error before anything large is read."""
     check_library_files(checkpoint.directory)
     defaults = Defaults.of_model(checkpoint.directory)
-    tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config)
+    tokenizer = load_tokenizer(checkpoint.directory, checkpoint.config, template)
     return tokenizer, end_tokens(checkpoint, tokenizer), defaults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -76,7 +76,12 @@ def check(prompt_ids: Ids[int], max_tokens: int, vocab_size: int, context: int) 
 
 
 def prefill(
-    sequence: Sequence, prompt: Prompt, width: int, cancel: threading.Event, prefixes: Prefixes | None = None
+    sequence: Sequence,
+    prompt: Prompt,
+    width: int,
+    cancel: threading.Event,
+    prefixes: Prefixes | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> mx.array | None:
     """Logits after the prompt; or None when cancelled.
 
@@ -85,18 +90,22 @@ def prefill(
 
     Args:
         prefixes: what is known of earlier prompts, to go on from the longest that this one begins with.
+        progress: hears how many tokens are processed, and how many of those were known.
     """
     keep: set[int] = set()
     if prefixes is not None:
         prefixes.resume(sequence, prompt)
         keep = prefixes.to_keep(sequence, prompt)
+    tell = progress or (lambda processed, known: None)
     for passes in _together(prompt.passes(sequence.tokens), width):
+        tell(sequence.tokens, sequence.restored)
         ends = list(itertools.accumulate(map(len, passes), initial=sequence.tokens))[1:]
         snapshots = sequence.prefill_chunks(passes, cancel, [n for n, end in enumerate(ends) if end in keep])
         if snapshots is None:
             return None
         if prefixes is not None:
             prefixes.add(sequence, prompt, snapshots)
+    tell(sequence.tokens, sequence.restored)
     return None if cancel.is_set() else sequence.prefill(prompt.ids[-1:], last=True)
 
 

@@ -6,12 +6,8 @@ holds back what a later token may still change: an unfinished character, the beg
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -19,8 +15,9 @@ from jinja2 import TemplateError
 from edge0_runtime.contract import prompts
 from edge0_runtime.contract.checkpoint import Checkpoint
 from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.contract.files import one_line, raise_problems
+from edge0_runtime.contract.files import one_line, raise_problems, read_text
 from edge0_runtime.contract.model_files import COPY, end_ids, end_problems, read_generation_config, tokenizer_of
+from edge0_runtime.contract.rendering import MAX_TEMPLATE
 from edge0_runtime.libraries import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 if TYPE_CHECKING:
@@ -28,12 +25,13 @@ if TYPE_CHECKING:
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
-MAX_RENDERING_S = 10.0  # a template is a program; those of published models take milliseconds
 MAX_PENDING = 3  # a UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the last one
 
 
-def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path, config: Mapping[str, Any], template: Path | None = None) -> PreTrainedTokenizerBase:
     """A model directory's tokenizer, as training has it; code in the directory is never run.
+
+    `template`: a file whose chat template takes the place of the model's.
 
     Its files are to be checked before (`check_library_files`); `config` is what config.json holds. Raises Edge0Error where the
     library can't make a tokenizer of them, or where the chat template fails on one question.
@@ -42,13 +40,17 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedToke
     # trust_remote_code is said aloud: transformers would otherwise ask for it on a terminal.
     options = {"config": known, "local_files_only": True, "trust_remote_code": False}
     tokenizer = tokenizer_of(directory, lambda: AutoTokenizer.from_pretrained(str(directory), **options), COPY)
+    if template is not None:
+        tokenizer.chat_template = read_text(template, MAX_TEMPLATE)
+        if not tokenizer.chat_template.strip():
+            raise Edge0Error(f"{template}: it is empty; give a jinja template, or leave out --chat-template")
     if tokenizer.chat_template:
         try:
             chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
         except _RefusedError:
             pass  # by the template's own word: it may want a system turn first
         except Edge0Error as error:
-            raise Edge0Error(f"{directory}: {error}") from error
+            raise Edge0Error(f"{template or directory}: {error}") from error
     return tokenizer
 
 
@@ -85,8 +87,7 @@ def chat_ids(
     if not tokenizer.chat_template:
         raise Edge0Error("chat template: this model has none; use `edge0_runtime generate` with raw text")
     try:
-        with _time_limit(MAX_RENDERING_S):
-            return prompts.chat_ids(tokenizer, messages, continue_final=continue_final, **variables)
+        return prompts.chat_ids(tokenizer, messages, continue_final=continue_final, **variables)
     except Exception as error:  # a template is a program of a stranger's
         if type(error) is TemplateError:
             raise _RefusedError(f"messages: the model's chat template refuses them: {one_line(error)}") from error
@@ -94,23 +95,6 @@ def chat_ids(
             f"chat template: fails with {type(error).__name__}: {one_line(error)}; correct the template, or remove it and use"
             " `edge0_runtime generate`"
         ) from error
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError at the first line of Python that this thread runs too late; loops of a template are Python."""
-    deadline, before = time.monotonic() + seconds, sys.gettrace()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it takes longer than {seconds:g} s")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

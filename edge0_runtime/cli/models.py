@@ -105,4 +105,5 @@ def load_catalog(args: argparse.Namespace, models: Sequence[Named]) -> Catalog:
         cache_dir_limit=args.cache_dir_limit,
         io_threads=args.io_threads,
         allow_mismatch=args.allow_mismatch,
+        chat_template=args.chat_template,
     )

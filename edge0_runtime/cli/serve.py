@@ -8,6 +8,7 @@ import os
 
 from edge0_runtime.cli.models import asked, load_catalog, model_name, named
 from edge0_runtime.cli.options import add_engine_options, add_prefix_options
+from edge0_runtime.cli.serving import add_serving_options, configure_logs, settings_of
 
 HELP = "serve OpenAI's chat API over HTTP"
 EXAMPLES = """\
@@ -17,7 +18,7 @@ edge0_runtime serve --model base=models/nano,no-prerouter,no-lora --model both=m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The engine's options, and where to listen."""
+    """The engine's options, the models by name, and the server's."""
     add_engine_options(parser, optional=True)
     add_prefix_options(parser)
     parser.add_argument(
@@ -31,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alias", type=model_name, metavar="NAME", help="what requests call the model (default: edge0-<tier>)"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="another one needs an API key in EDGE0_API_KEY")
-    parser.add_argument("--port", type=int, default=8080, help="(default %(default)s; 0: one that is free)")
+    add_serving_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="one object on stdout as soon as requests are taken: url, models, pid"
     )
@@ -40,13 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Take the address before loading, so that one in use is said at once; serve until a signal ends it."""
-    from edge0_runtime.server.app import bind, serve
+    from edge0_runtime.server.address import bind
+    from edge0_runtime.server.guard import Access
+    from edge0_runtime.server.running import loading, serve
 
-    models = asked(args)
-    with bind(args.host, args.port) as address, load_catalog(args, models) as catalog:
-        address.listen()  # who connects from now on is answered, if a moment later
-        if args.json:
-            host, port = address.getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            print(json.dumps({"url": url, "models": list(catalog), "pid": os.getpid()}), flush=True)
-        serve(catalog, address)
+    configure_logs(args)
+    models, settings = asked(args), settings_of(args)
+    Access.to(args.host, settings)  # what is wrong with it is said now
+    with bind(args.host, args.port) as address:
+        with loading(address):
+            catalog = load_catalog(args, models)
+        with catalog:
+            if args.json:
+                print(json.dumps({"url": address.url, "models": list(catalog), "pid": os.getpid()}), flush=True)
+            serve(catalog, address, settings)

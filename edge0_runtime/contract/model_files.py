@@ -24,6 +24,7 @@ from edge0_runtime.contract.files import (
     read_text,
     shown,
 )
+from edge0_runtime.contract.rendering import MAX_TEMPLATE
 
 COPY = "copy it from the base again"
 OBJECTS = (
@@ -90,7 +91,7 @@ def check_library_files(directory: Path) -> None:
                 if path.name in LISTING_TOKENS:
                     problems += _too_many_tokens(path, fields)
             elif path.suffix == ".jinja":
-                read_text(path)
+                read_text(path, MAX_TEMPLATE)
             else:
                 _check_size(path)
         except Edge0Error as problem:

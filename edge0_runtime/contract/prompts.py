@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from edge0_runtime.contract.rendering import rendered
+
 
 def chat_ids(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, **variables: Any
@@ -20,22 +22,25 @@ def chat_ids(
         continue_final: the last turn stays open, to be gone on with, instead of a new one being opened.
 
     A control token's text inside a message is text: it is marked before the template writes its own, and the tokenizer sees the
-    prompt cut at the marks. A conversation without any is tokenised in one piece. Raises whatever the template raises.
+    prompt cut at the marks. A conversation without any is tokenised in one piece. Raises whatever the template raises, and as
+    `rendered`.
     """
     control = control_texts(tokenizer)
     mark = _unused("".join(_strings([messages, variables])))
     turns, others = _each_string([messages, variables], lambda text: mark.join(_pieces(text, control)))
     opening = {"continue_final_message": True} if continue_final else {}
-    prompt: str = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=not continue_final, tokenize=False, **opening, **others
+    prompt = rendered(
+        lambda: tokenizer.apply_chat_template(
+            turns, add_generation_prompt=not continue_final, tokenize=False, **opening, **others
+        )
     )
     return [token for piece in prompt.split(mark) for token in tokenizer.encode(piece, add_special_tokens=False)]
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of raw text, with what the tokenizer puts at the beginning of every text; the text holds no control token."""
+def text_ids(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Ids of raw text, which holds no control token; with what the tokenizer puts at the beginning of every text."""
     first, *rest = _pieces(text, control_texts(tokenizer))
-    ids: list[int] = tokenizer.encode(first)
+    ids: list[int] = tokenizer.encode(first, add_special_tokens=add_special_tokens)
     return ids + [token for piece in rest for token in tokenizer.encode(piece, add_special_tokens=False)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +15,12 @@ from fastapi.responses import JSONResponse
 from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import Cancelled, Choice, Event, Failed, Finished, GenerationRequest, collected
 from edge0_runtime.server.served import Served
-from edge0_runtime.server.worker import Job, QueueFullError, Worker, WorkerDeadError
+from edge0_runtime.server.worker import EndingError, Job, QueueFullError, Worker, WorkerDeadError
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads this response; the number is nginx's
 RETRY_AFTER_S = 5
+KEEP_ALIVE_S = 10.0  # of silence in a stream, until a comment says that it lives: proxies wait for some 30 to 60
+KEEP_ALIVE = ": working on it\n\n"
 
 
 class Writer(Protocol):
@@ -50,9 +52,19 @@ class Answer:
     async def next(self) -> Event:
         """The next event. Raises ApiError where the request failed."""
         event = await self.events.get()
+        if isinstance(event, Failed) and event.ending:
+            raise server_ending()
         if isinstance(event, Failed):
             raise ApiError(500, f"the generation failed; the server's log has the cause under {self.job.id}")
         return event
+
+    async def next_within(self, seconds: float) -> Event | None:
+        """The same; None where nothing comes for so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.next()
+        except TimeoutError:
+            return None
 
     async def cancel_on_disconnect(self, request: Request) -> None:
         """Ends by itself: the HTTP server reports a disconnect after every response, too."""
@@ -72,28 +84,35 @@ class Answer:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(writer.whole(collected(events), event))
 
-    async def stream(self, event: Event, writer: Writer) -> AsyncIterator[str]:
-        """Server-sent events, `event` being the first event."""
+    async def stream(self, event: Event | None, writer: Writer) -> AsyncIterator[str]:
+        """Server-sent events, `event` being the first event, or None where the stream begins before it."""
         try:
             for text in writer.begin():
                 yield text
             while not isinstance(event, Cancelled):
-                for text in writer.write(event):
+                for text in (KEEP_ALIVE,) if event is None else writer.write(event):
                     yield text
                 if isinstance(event, Finished):
                     return
-                event = await self.next()
+                event = await self.next_within(KEEP_ALIVE_S)
         except ApiError as problem:  # the status line is gone; clients look for an error object in the stream
             yield writer.failed(problem)
         finally:
             self.worker.cancel(self.job)
 
 
-def submit(worker: Worker, served: Served, request: GenerationRequest, name: str) -> Answer:
-    """Queue a request from the event loop's thread. Raises ApiError where the queue is full or the worker has ended."""
+def submit(
+    worker: Worker, served: Served, request: GenerationRequest, name: str, note: Callable[[Finished], None]
+) -> Answer:
+    """Queue a request from the event loop's thread; `note` hears of its end, in the worker's.
+
+    Raises ApiError where the queue is full, or the worker has ended or is to.
+    """
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def emit(event: Event) -> None:
+        if isinstance(event, Finished):
+            note(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -103,9 +122,17 @@ def submit(worker: Worker, served: Served, request: GenerationRequest, name: str
     except QueueFullError as problem:
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         raise ApiError(503, "the queue is full; try again later", None, "queue_full", headers) from problem
+    except EndingError as problem:
+        raise server_ending() from problem
     except WorkerDeadError as problem:
         raise ApiError(503, "the engine has ended; restart the server", None, "engine_ended") from problem
     return Answer(worker, job, events)
+
+
+def server_ending() -> ApiError:
+    """What is said to who asks, or still waits, when the server ends."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(503, "the server is being shut down; try again later", None, "server_ending", headers)
 
 
 def sse(data: dict[str, Any], event: str | None = None) -> str:

@@ -1,53 +1,50 @@
-"""The app: the protocols' endpoints (a file each), /v1/models, /health.
+"""The app: the protocols' endpoints (a file each), /v1/models, /health, /metrics.
 
-Sampling where a request says nothing: the model's generation_config.json, else OpenAI's temperature 1 and
-top_p 1. An answer without max_tokens may fill the context. Errors carry OpenAI's error object and no
-path; their cause is in the log.
+Sampling where a request says nothing: the server's settings, else the model's generation_config.json, else OpenAI's temperature
+1 and top_p 1. An answer without max_tokens may fill the context, if the settings don't say otherwise. Errors carry OpenAI's error
+object and no path; their cause is in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import logging
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.middleware.cors import CORSMiddleware
 
-from edge0_runtime.contract.errors import Edge0Error
-from edge0_runtime.server import anthropic, openai_chat, openai_completions, openai_responses
+from edge0_runtime.server import anthropic, openai_chat, openai_completions, openai_responses, tokens
 from edge0_runtime.server.errors import ApiError, validation_error
-from edge0_runtime.server.guard import LOOPBACK_NAMES, Guard, api_key_for, is_loopback
+from edge0_runtime.server.guard import Access, Guard
+from edge0_runtime.server.metrics import CONTENT_TYPE
+from edge0_runtime.server.requests import HEADER, SCOPE, Requests
 from edge0_runtime.server.served import Served
 from edge0_runtime.server.service import Service
+from edge0_runtime.server.settings import Settings
 from edge0_runtime.server.worker import Worker
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
 
-log = logging.getLogger("edge0_runtime.server")
-PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic)
-GRACE_S = 30  # how long SIGTERM lets running answers go on
+PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic, tokens)
 
 
-def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1") -> FastAPI:
+def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1", settings: Settings | None = None) -> FastAPI:
     """The app around loaded engines by the names that requests ask for; its worker starts and ends with the app's lifespan.
 
     A request that names none gets the first. `host` is the address that the app will be served on: it decides who may ask
     (guard.py). Of the engines, only the tokenizer and numbers are used here; generating stays in the worker's one thread.
+
+    Raises Edge0Error where the settings can't be honoured, or other machines reach the address and there is no API key.
     """
-    worker = Worker()
-    service = Service({name: Served(name, engine) for name, engine in engines.items()}, worker)
+    settings = settings or Settings()
+    access = Access.to(host, settings)
+    service = Service({name: Served(name, engine, settings) for name, engine in engines.items()}, Worker())
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,9 +53,18 @@ def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1") -> FastAP
         await asyncio.to_thread(service.close)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    if is_loopback(host):
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK_NAMES, host], www_redirect=False)
-    app.add_middleware(Guard, api_key=api_key_for(host), loopback=is_loopback(host))
+    app.state.service = service
+    app.add_middleware(Guard, access=access)
+    if settings.allow_origins:
+        # Around the guard: a browser asks first without a key, and pages may read refusals.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[HEADER, "Retry-After"],
+        )
+    app.add_middleware(Requests, metrics=service.metrics)
     _add_error_handlers(app)
 
     for protocol in PROTOCOLS:
@@ -72,42 +78,16 @@ def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1") -> FastAP
     async def one_model(name: str) -> dict[str, Any]:
         return _listed(service.model(name))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
-        status = "ok" if worker.alive else "the engine's thread has ended; restart the server"
-        return JSONResponse({"status": status, "waiting": worker.waiting}, 200 if worker.alive else 503)
+        status, told = service.health()
+        return JSONResponse(told, status)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return app
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The address to serve on, before a model is loaded for it; nobody can connect yet.
-
-    Raises Edge0Error where the address is taken, or open to other machines without an API key.
-    """
-    api_key_for(host)
-    address = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        address.bind((host, port))
-    except (OSError, OverflowError) as problem:
-        address.close()
-        reason = getattr(problem, "strerror", None) or problem
-        raise Edge0Error(f"--host {host} --port {port}: {reason}; choose another") from problem
-    return address
-
-
-def serve(engines: Mapping[str, Engine], address: socket.socket) -> None:
-    """Run the app on a bound socket until SIGINT or SIGTERM; running answers get GRACE_S seconds to end."""
-    host, port = address.getsockname()[:2]
-    # uvicorn raises the signal again once it has shut down; unhandled, that kills Python before its cleanup.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    app = create_app(engines, host)
-    log.info("serving %s at http://%s:%d/v1", ", ".join(engines), f"[{host}]" if ":" in host else host, port)
-    logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    logs["handlers"]["access"]["stream"] = "ext://sys.stderr"  # stdout is for what --json says
-    config = uvicorn.Config(app, log_config=logs, timeout_graceful_shutdown=GRACE_S, server_header=False)
-    uvicorn.Server(config).run(sockets=[address])
 
 
 def _listed(served: Served) -> dict[str, Any]:
@@ -129,7 +109,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error.response(request.url.path)
 
     async def unexpected(request: Request, problem: Exception) -> Response:
-        return ApiError(500, "the server failed; its log has the cause").response(request.url.path)
+        headers = {HEADER: request.scope[SCOPE]}  # this one goes out past the middlewares
+        return ApiError(500, "the server failed; its log has the cause", headers=headers).response(request.url.path)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -26,6 +26,7 @@ class GenerationRequest:
         logprobs: None: none are told.
         splitter: choice -> what parts its text into thinking, text and tool calls; None: all of it is text.
         grammar: what a choice's text must be; None: anything.
+        progress: tell of the prompt's as well.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -36,6 +37,7 @@ class GenerationRequest:
     logprobs: Logprobs | None = None
     splitter: Callable[[int], Splitter] | None = None
     grammar: Grammar | None = None
+    progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,20 @@ class TokenLogprob:
     token: TokenName
     logprob: float
     top: tuple[tuple[TokenName, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the engine is with a choice's prompt: of `total` tokens, `processed` are done, `cached` of them from before.
+
+    `seconds`: since it began.
+    """
+
+    choice: int
+    total: int
+    cached: int
+    processed: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -132,10 +148,12 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request failed inside the server; the log has the cause, which may hold paths."""
+    """The request failed inside the server; the log has the cause, which may hold paths. `ending`: the server ends, no more."""
+
+    ending: bool = False
 
 
-Event = Text | Thinking | ToolCall | ChoiceEnd | Finished | Cancelled | Failed
+Event = Progress | Text | Thinking | ToolCall | ChoiceEnd | Finished | Cancelled | Failed
 
 
 @dataclass

@@ -19,6 +19,7 @@ from edge0_runtime.server.exchange import (
     Finished,
     GenerationRequest,
     Logprobs,
+    Progress,
     Text,
     TokenLogprob,
 )
@@ -86,6 +87,11 @@ def _one(
     """One choice; whether it came to its end."""
     sampling = request.sampling
     choice = _Choice(engine, request, number, emit)
+    began, first, last = time.perf_counter(), 0.0, 0.0
+
+    def processed(tokens: int, known: int) -> None:
+        emit(Progress(number, len(prompt), known, tokens, time.perf_counter() - began))
+
     options = dataclasses.asdict(sampling)
     options["max_tokens"] = min(sampling.max_tokens, engine.context_length - len(prompt))
     if sampling.seed is not None:
@@ -95,9 +101,9 @@ def _one(
         **options,
         processors=_processors(request, len(prompt)),
         top_logprobs=0 if request.logprobs is None else request.logprobs.top,
+        progress=processed if request.progress else None,
         cancel=cancelled,
     )
-    began, first, last = time.perf_counter(), 0.0, 0.0
     with contextlib.closing(steps):  # type: ignore[type-var]  # an iterator that is a generator
         for step in steps:
             if step.finish_reason == "cancelled":

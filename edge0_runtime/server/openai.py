@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Any
 
-from edge0_runtime.server.exchange import Finished, TokenName
+from edge0_runtime.server.exchange import Finished, Progress, TokenName
 
 
 class Head:
@@ -18,6 +18,12 @@ class Head:
     def of(self, kind: str) -> dict[str, Any]:
         """For an object of that kind."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def progress(event: Progress) -> dict[str, Any]:
+    """llama.cpp's `prompt_progress`."""
+    told = {"total": event.total, "cache": event.cached, "processed": event.processed}
+    return {"prompt_progress": told | {"time_ms": round(event.seconds * 1000)}}
 
 
 def totals(end: Finished) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from edge0_runtime.server.exchange import (
     Event,
     Finished,
     GenerationRequest,
+    Progress,
     Text,
     Thinking,
     TokenLogprob,
     ToolCall,
 )
-from edge0_runtime.server.openai import Head, named_token, totals
+from edge0_runtime.server.openai import Head, named_token, progress, totals
 from edge0_runtime.server.schema import Characters, Content, OpenAIRequest, Strict, only
 from edge0_runtime.server.served import Served
 from edge0_runtime.server.service import Service
@@ -210,6 +211,7 @@ class ChatRequest(OpenAIRequest):
             n=self.n,
             stops=tuple(self.stop),
             logprobs=served.logprobs(self.top_logprobs) if self.logprobs else None,
+            progress=self.return_progress,
         )
 
     def _calling(self) -> Calling:
@@ -263,6 +265,8 @@ class ChatWriter:
     def write(self, event: Event) -> Iterator[str]:
         """Chunks for one event."""
         match event:
+            case Progress(number):
+                yield from self._delta(number, {}, extra=progress(event))
             case Text(number, text, tokens):
                 yield from self._delta(number, {"content": text} if text else {}, tokens)
             case Thinking(number, text):
@@ -284,17 +288,29 @@ class ChatWriter:
         return sse(problem.openai())
 
     def _delta(
-        self, number: int, delta: dict[str, Any], tokens: Sequence[TokenLogprob] = (), reason: str | None = None
+        self,
+        number: int,
+        delta: dict[str, Any],
+        tokens: Sequence[TokenLogprob] = (),
+        reason: str | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> Iterator[str]:
         if number not in self._begun:
             self._begun.add(number)
             yield self._chunk(number, {"role": "assistant", "content": ""}, None, None)
-        yield self._chunk(number, delta, self._told(tokens) if tokens else None, reason)
+        yield self._chunk(number, delta, self._told(tokens) if tokens else None, reason, extra)
 
-    def _chunk(self, number: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> str:
+    def _chunk(
+        self,
+        number: int,
+        delta: dict[str, Any],
+        logprobs: Any,
+        reason: str | None,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
-        return sse(self._head.of("chat.completion.chunk") | {"choices": [choice]} | usage)
+        return sse(self._head.of("chat.completion.chunk") | {"choices": [choice]} | usage | (extra or {}))
 
     def _told(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:

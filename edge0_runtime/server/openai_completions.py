@@ -16,11 +16,12 @@ from edge0_runtime.server.exchange import (
     Event,
     Finished,
     GenerationRequest,
+    Progress,
     Text,
     TokenLogprob,
     TokenName,
 )
-from edge0_runtime.server.openai import Head, totals
+from edge0_runtime.server.openai import Head, progress, totals
 from edge0_runtime.server.schema import Characters, OpenAIRequest, only
 from edge0_runtime.server.served import Served
 from edge0_runtime.server.service import Service
@@ -63,11 +64,12 @@ class CompletionRequest(OpenAIRequest):
         """As the server's own. Raises ApiError where this model can't answer it."""
         return GenerationRequest(
             prompts=tuple(self._ids(served, one) for one in self.prompt),
-            sampling=self.sampling(served, self.max_tokens or DEFAULT_MAX_TOKENS),
+            sampling=self.sampling(served, served.max_tokens(self.max_tokens, DEFAULT_MAX_TOKENS)),
             penalties=self.penalties(served),
             n=self.n,
             stops=tuple(self.stop),
             logprobs=None if self.logprobs is None else served.logprobs(self.logprobs),
+            progress=self.return_progress,
         )
 
     def echoes(self, served: Served) -> list[str]:
@@ -116,6 +118,8 @@ class CompletionWriter:
     def write(self, event: Event) -> Iterator[str]:
         """Chunks for one event."""
         match event:
+            case Progress(number):
+                yield self._chunk(self._choice(number, ""), progress(event))
             case Text(number, text, tokens):
                 yield self._chunk(self._choice(number, text, tokens))
             case ChoiceEnd(number, reason):
@@ -131,9 +135,9 @@ class CompletionWriter:
         """OpenAI's error object."""
         return sse(problem.openai())
 
-    def _chunk(self, choice: dict[str, Any]) -> str:
+    def _chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> str:
         usage = {"usage": None} if self._include_usage else {}
-        return sse(self._head.of("text_completion") | {"choices": [choice]} | usage)
+        return sse(self._head.of("text_completion") | {"choices": [choice]} | usage | (extra or {}))
 
     def _choice(
         self, number: int, text: str, tokens: Sequence[TokenLogprob] = (), reason: str | None = None

@@ -1,7 +1,7 @@
 """What the protocols' requests have in common.
 
 Every field is honoured or refused with 400, never ignored. Null means absent. Fields that ask for nothing, or for what an
-answer is like anyway, are accepted. `top_k`, `min_p` and `repetition_penalty` are extensions.
+answer is like anyway, are accepted. `top_k`, `min_p`, `repetition_penalty` and `return_progress` are extensions.
 """
 
 from __future__ import annotations
@@ -93,9 +93,16 @@ class OpenAIRequest(Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    return_progress: bool = False
 
     # No effect on an answer.
     user: str | None = None
+
+    @model_validator(mode="after")
+    def _progress_is_streamed(self) -> OpenAIRequest:
+        if self.return_progress and not self.stream:
+            raise ValueError("return_progress needs stream: true")
+        return self
 
     def sampling(self, served: Served, max_tokens: int | None) -> Sampling:
         """Arguments for the engine. Without `max_tokens` an answer may fill the context, which limits it in any case."""
@@ -112,7 +119,7 @@ def sampling(served: Served, max_tokens: int | None, seed: int | None, chosen: d
     """What a request says of sampling; where it says nothing (None), what the model's generation_config.json says."""
     merged = {name: getattr(served.defaults, name) if value is None else value for name, value in chosen.items()}
     return Sampling(
-        max_tokens=served.context_length if max_tokens is None else max_tokens,
+        max_tokens=served.max_tokens(max_tokens),
         seed=None if seed is None else seed % 2**64,  # OpenAI's is signed, MLX's is not
         **merged,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from edge0_runtime.sampling import Defaults, Penalties
 from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import Logprobs
 from edge0_runtime.server.markup import Markup, Splitter
+from edge0_runtime.server.settings import Settings
 from edge0_runtime.server.vocabulary import Vocabulary
 from edge0_runtime.text import chat_ids
 
@@ -26,13 +29,14 @@ class Served:
 
     Attributes:
         id: that name. engine: generates for it, in the worker's thread alone. created: when, in Unix seconds.
-        defaults: sampling where a request says nothing. markup: what its answers may be marked up with.
+        settings: of the server. defaults: sampling where a request says nothing. markup: what its answers may be marked up with.
     """
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str, engine: Engine, settings: Settings | None = None) -> None:
         """Raises Edge0Error where the model's generation_config.json can't be served."""
         self.id, self.engine, self.created = name, engine, int(time.time())
-        self.defaults = Defaults.of_model(Path(engine.model_dir))
+        self.settings = settings or Settings()
+        self.defaults = dataclasses.replace(Defaults.of_model(Path(engine.model_dir)), **self.settings.sampling)
         self.markup = Markup(engine.tokenizer)
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
@@ -41,6 +45,10 @@ class Served:
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
         return self.engine.context_length
+
+    def max_tokens(self, asked: int | None, usual: int | None = None) -> int:
+        """Of an answer: as a request asks for, else as is set for the server, else the protocol's, else what fits the context."""
+        return asked or self.settings.max_tokens or usual or self.context_length
 
     def conversation(
         self,
@@ -63,11 +71,22 @@ class Served:
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Ids that a request names itself. Raises ApiError where one is none of this model's."""
+        return self._checked(self.known(ids, field), field)
+
+    def known(self, ids: Sequence[int], field: str) -> Sequence[int]:
+        """The same for any number of them."""
         size = self.engine.model.vocab_size
         outside = [token for token in ids if not 0 <= token < size]
         if outside:
             raise ApiError(400, f"{field}: {outside[0]} is no token id; they lie in 0..{size - 1}", field)
-        return self._checked(ids, field)
+        return ids
+
+    def tokens_of(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """A text's ids. `parse_special`: what reads like a control token is one; `add_special`: with what begins every text."""
+        tokenizer = self.engine.tokenizer
+        encode = tokenizer.encode if parse_special else partial(text_ids, tokenizer)
+        ids: list[int] = list(encode(text, add_special_tokens=add_special))
+        return ids
 
     def text_of(self, ids: Sequence[int]) -> str:
         """What ids read like, special tokens included."""

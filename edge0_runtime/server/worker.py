@@ -7,6 +7,7 @@ exception fails that request only; should the thread itself end, `alive` turns F
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from edge0_runtime.server.exchange import Failed, GenerationRequest
+from edge0_runtime.server.exchange import Cancelled, Failed, GenerationRequest
 from edge0_runtime.server.generation import Emit, generate
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ MAX_WAITING = 8  # beyond the running one; a longer queue only hides that the ma
 
 @dataclass(eq=False)
 class Job:
-    """One request, and the engine that it is for. `emit` is called from the worker's thread and must not raise."""
+    """One request, and the engine that it is for. `emit` is called from the worker's thread and must not raise.
+
+    `context` is that of the code that made it, so that log lines name the HTTP request.
+    """
 
     id: str
     engine: Engine
@@ -34,6 +38,7 @@ class Job:
     emit: Emit
     cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.perf_counter)
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
 class QueueFullError(Exception):
@@ -41,17 +46,26 @@ class QueueFullError(Exception):
 
 
 class WorkerDeadError(Exception):
-    """The worker's thread has ended or is closing."""
+    """The worker's thread has ended."""
+
+
+class EndingError(Exception):
+    """The worker is to end and takes nothing new."""
 
 
 class Worker:
-    """Serves jobs in order of arrival. Their engines stay the caller's to close."""
+    """Serves jobs in order of arrival. Their engines stay the caller's to close.
+
+    Attributes:
+        failures: jobs that failed since the last one that did not.
+    """
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
-        self._stopped = False
+        self._stopped = self._ending = False
+        self.failures = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._main, name="edge0-mlx")
 
@@ -69,9 +83,27 @@ class Worker:
         """How many requests wait for their turn."""
         return len(self._waiting)
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises QueueFullError or WorkerDeadError."""
+    @property
+    def ending(self) -> bool:
+        """Whether nothing new is taken since the server is to end."""
+        return self._ending
+
+    @property
+    def running(self) -> int:
+        """How many requests run: 0 or 1."""
+        return int(self._running is not None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job runs or waits."""
         with self._changed:
+            return self._running is None and not self._waiting
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises QueueFullError, EndingError or WorkerDeadError."""
+        with self._changed:
+            if self._ending:
+                raise EndingError
             if not self.alive:
                 raise WorkerDeadError
             # An idle worker takes the job at once, so it does not count as waiting.
@@ -86,10 +118,15 @@ class Worker:
         with self._changed, contextlib.suppress(ValueError):
             self._waiting.remove(job)
 
-    def close(self) -> None:
-        """Cancel the running job, fail the waiting ones, end the thread."""
+    def drain(self) -> None:
+        """Take nothing new; what runs and waits goes on."""
         with self._changed:
-            self._stopped = True
+            self._ending = True
+
+    def close(self) -> None:
+        """Cancel the running job, fail the waiting ones, end the thread; may be called again."""
+        with self._changed:
+            self._stopped = self._ending = True
             if self._running is not None:
                 self._running.cancelled.set()
             self._changed.notify()
@@ -98,14 +135,14 @@ class Worker:
     def _main(self) -> None:
         try:
             while (job := self._next()) is not None:
-                self._serve(job)
+                job.context.run(self._serve, job)
         finally:
             with self._changed:
                 self._stopped = True
                 abandoned = list(self._waiting)
                 self._waiting.clear()
             for job in abandoned:
-                job.emit(Failed())
+                job.emit(Failed(ending=self._ending))
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -121,10 +158,13 @@ class Worker:
             end = generate(job.engine, job.request, job.emit, job.cancelled, job.submitted)
         except BaseException as problem:
             log.exception("request %s failed", job.id)
+            self.failures += 1
             ends_thread = not isinstance(problem, Exception)  # SystemExit and the like
             self._stopped |= ends_thread  # before the client hears of it: it may ask for /health next
             job.emit(Failed())
             if ends_thread:
                 raise
         else:
-            job.emit(end)
+            self.failures = 0
+            # Nobody may be listening any more; somebody who is must not take what came for all of it.
+            job.emit(Failed(ending=True) if isinstance(end, Cancelled) and self._stopped else end)

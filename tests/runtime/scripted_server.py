@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ import httpx
 import uvicorn
 from fastapi.testclient import TestClient
 
+from edge0_runtime.server.address import Address, bind
 from edge0_runtime.server.app import create_app
+from edge0_runtime.server.running import Server, app_config
+from edge0_runtime.server.settings import Settings
 
 END = 256
 MODEL = "edge0-fake"
@@ -73,7 +77,7 @@ class FakeEngine:
         return self._steps(max_tokens, cancel)
 
     def stats(self) -> dict[str, float]:
-        return {"blocked_load_seconds": 0.0, "expert_bytes": 0}
+        return defaultdict(int)
 
     def _steps(self, max_tokens: int, cancel: threading.Event) -> Iterator[SimpleNamespace]:
         try:
@@ -96,20 +100,22 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def client_of(engine: FakeEngine, host: str = "127.0.0.1", **headers: str) -> Iterator[TestClient]:
+def client_of(
+    engine: Any, host: str = "127.0.0.1", settings: Settings | None = None, **headers: str
+) -> Iterator[TestClient]:
     """In-process client. It cannot disconnect; `live` can."""
-    app = create_app({MODEL: engine}, host)
+    app = create_app({MODEL: engine}, host, settings)
     with TestClient(app, base_url="http://127.0.0.1", headers=headers, raise_server_exceptions=False) as client:
         yield client
 
 
 @contextlib.contextmanager
-def live(engine: Any) -> Iterator[str]:
+def live(engine: Any, settings: Settings | None = None) -> Iterator[str]:
     """A real server on a free port, of one engine or of several by name: its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections wait in the backlog until uvicorn has started
-        app = create_app(engine if isinstance(engine, Mapping) else {MODEL: engine})
+        app = create_app(engine if isinstance(engine, Mapping) else {MODEL: engine}, settings=settings)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -119,6 +125,22 @@ def live(engine: Any) -> Iterator[str]:
             server.should_exit = True
             thread.join(WAIT_S)
             assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def served(engine: Any, grace_s: float = WAIT_S, address: Address | None = None) -> Iterator[tuple[Server, str]]:
+    """A server as the command runs it, but in a thread: signals are given by `handle_exit`."""
+    address = address or bind("127.0.0.1", 0)
+    app = create_app({MODEL: engine}, address.host)
+    server = Server(app_config(app), app.state.service, grace_s)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": address.sockets})
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{address.port}"
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def ask(client: Any, **fields: Any) -> httpx.Response:

@@ -309,7 +309,7 @@ def test_serve_refuses_an_unusable_address_before_loading(run, tmp_path, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 99999):
             code, _, err = run("serve", tmp_path / "nowhere", "--port", port)
-            assert code == 2 and err.startswith(f"error: --host 127.0.0.1 --port {port}: ")
+            assert code == 2 and err.startswith(f"error: --host localhost --port {port}: ")
 
 
 def test_serve_answers_and_ends_cleanly_on_sigterm(tiny_dir):

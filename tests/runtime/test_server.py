@@ -113,7 +113,7 @@ def test_models_and_health():
         assert models["object"] == "list"
         assert models["data"] == [client.get(f"/v1/models/{MODEL}").json()]
         assert client.get("/v1/models/other").status_code == 404
-        assert client.get("/health").json() == {"status": "ok", "waiting": 0}
+        assert client.get("/health").json() == {"status": "ready", "waiting": 0, "running": 0}
         assert error_of(client.get("/v1/nothing"))["message"] == "Not Found"
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from edge0_runtime import text
+from edge0_runtime.contract import rendering
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.engine import Engine
 from edge0_runtime.text import chat_ids
@@ -46,7 +46,7 @@ def test_while_a_template_renders_others_are_answered():
 
 
 def test_a_template_without_end_is_stopped(tiny_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "MAX_RENDERING_S", 0.2)
+    monkeypatch.setattr(rendering, "RENDER_S", 0.2)
     with Engine.load(with_template(tiny_dir, tmp_path / "model", ENDLESS)) as engine, client_of(engine) as client:
         response = client.post(URL, json={"messages": [{"role": "user", "content": "slow"}], "max_tokens": 1})
         assert response.status_code == 400
