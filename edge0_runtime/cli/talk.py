@@ -151,7 +151,8 @@ class Talk:
         now = engine.stats()
         _say(
             f"answer   {count} tokens, {figures(times['decode_tokens_per_s'], ' tokens/s')}\n"
-            f"prompt   {prompt} tokens, first token after {figures(times['first_token_s'], ' s')}\n"
+            f"prompt   {prompt} tokens, {counted['prefix_tokens']} known; first token after"
+            f" {figures(times['first_token_s'], ' s')}\n"
             f"context  {prompt + count} of {engine.context_length} tokens\n"
             f"reads    {counted['expert_loads']} experts, {size(counted['expert_bytes'])}; {share(hits)} were there\n"
             f"waiting  {figures(counted['blocked_load_seconds'], ' s')} for reads\n"

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -141,6 +142,9 @@ def test_stats_tell_of_the_last_answer(hold):
     told = err[err.index("answer ") :].splitlines()
     assert [line.split()[0] for line in told[:6]] == ["answer", "prompt", "context", "reads", "waiting", "memory"]
     assert all(len(line) <= 60 for line in told) and "32 experts held" in told[5]
+    assert re.search(r"prompt   \d+ tokens, 0 known; first token after", told[1])
+    _, err = hold("1+1", "/retry", "/stats")
+    assert int(re.search(r"tokens, (\d+) known", err)[1]) > 0
 
 
 def test_json_gives_an_object_an_answer_and_nothing_else(hold, monkeypatch):
