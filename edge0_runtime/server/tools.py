@@ -17,8 +17,10 @@ from edge0_runtime.server.vocabulary import Vocabulary
 
 TOOL_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 MAX_TOOLS = 128
-PLAIN = {"type", "title", "description", "default", "examples"}
-"""Of a string's schema: what doesn't say which strings."""
+PLAIN = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}
+"""Of a string's schema: what says nothing of its characters."""
+JSON_TYPES = ("integer", "number", "boolean", "object", "array", "null")
+XML_END = "\n</parameter>\n"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -104,7 +106,8 @@ def calls_grammar(markup: Markup, vocabulary: Vocabulary, calling: Calling, fiel
     start, end = (_marker(text, vocabulary) for text in markup.call_markers)
     rules: list[str] = []
     for number, tool in enumerate(calling.offered):
-        rules += write(number, tool["function"], start, end, field)
+        function = tool["function"]
+        rules += write(number, function, start, end, field, function["name"] in calling.strict)
     call = " | ".join(f"call_{number}" for number in range(len(calling.offered)))
     if calling.forced:
         first = 'start: call ("\\n" call)*' if calling.parallel else "start: call"
@@ -114,32 +117,47 @@ def calls_grammar(markup: Markup, vocabulary: Vocabulary, calling: Calling, fiel
     return "\n".join([first, f"call: {call}", *rules])
 
 
-def _json_call(number: int, function: Mapping[str, Any], start: str, end: str, field: str) -> Iterator[str]:
+def _json_call(number: int, function: Mapping[str, Any], start: str, end: str, field: str, _: bool) -> Iterator[str]:
     head = json.dumps(f'\n{{"name": "{function["name"]}", "arguments": ')
     yield f'call_{number}: {start} {head} args_{number} "}}\\n" {end}'
     yield f"args_{number}: {_json(function['parameters'], field)}"
 
 
-def _xml_call(number: int, function: Mapping[str, Any], start: str, end: str, field: str) -> Iterator[str]:
-    """A parameter's text is the string itself, or JSON of what isn't one."""
+def _xml_call(
+    number: int, function: Mapping[str, Any], start: str, end: str, field: str, strict: bool
+) -> Iterator[str]:
+    """Parameters in the order of the schema, those that aren't required maybe left out."""
     schema = function["parameters"]
     properties, required, parts = schema.get("properties", {}), schema.get("required", []), []
     if not (isinstance(properties, dict) and isinstance(required, list)):
         raise ApiError(400, f"{field}: the parameters of {function['name']} are no JSON schema; correct them", field)
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for at, (name, kind) in enumerate(properties.items()):
         rule = f"arg_{number}_{at}"
         parts.append(rule if name in required else f"{rule}?")
-        head, tail = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
-        if isinstance(kind, dict) and kind.get("type") == "string" and not kind.keys() - PLAIN:
-            yield f"{rule}: {head} text_{number}_{at}"
-            yield f"text_{number}_{at}[suffix={json.dumps(tail)}]: /(?s:.*)/"
-        else:
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            whole = kind | shared if isinstance(kind, dict) else shared
-            yield f"{rule}: {head} json_{number}_{at} {json.dumps(tail)}"
-            yield f"json_{number}_{at}: {_json(whole, field)}"
+        head = json.dumps(f"<parameter={name}>\n")
+        yield f"{rule}: {head} value_{number}_{at}"
+        value = _xml_value(f"value_{number}_{at}", kind if isinstance(kind, dict) else {}, shared, field)
+        if value is None and strict:
+            message = f"{field}: {function['name']}.{name} can't be enforced in this model's calls; leave out strict"
+            raise ApiError(400, message, field)
+        yield from value or [f"value_{number}_{at}[suffix={json.dumps(XML_END)}]: /(?s:.*)/"]
     head, tail = json.dumps(f"\n<function={function['name']}>\n"), json.dumps("</function>\n")
     yield f"call_{number}: {start} {head} {' '.join(parts)} {tail} {end}"
+
+
+def _xml_value(rule: str, kind: Mapping[str, Any], shared: Mapping[str, Any], field: str) -> list[str] | None:
+    """The rule of a parameter's text as mlx-lm's parser reads it: a string is itself, other types are JSON; None: no rule."""
+    declared, tail = kind.get("type"), json.dumps(XML_END)
+    choices = kind.get("enum", [kind["const"]] if "const" in kind else None)
+    if isinstance(declared, str) and declared in JSON_TYPES:
+        return [f"{rule}: {rule}_json {tail}", f"{rule}_json: {_json({**kind, **shared}, field)}"]
+    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        return [f"{rule}: ({' | '.join(json.dumps(one) for one in choices)}) {tail}"]
+    low, high = kind.get("minLength", 0), kind.get("maxLength", "")
+    if declared == "string" and not kind.keys() - PLAIN and type(low) is int and (high == "" or type(high) is int):
+        return [f"{rule}[suffix={tail}]: /(?s:.){{{low},{high}}}/"]
+    return None
 
 
 def _json(schema: Mapping[str, Any], field: str) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
+import llguidance
 import openai
 import pytest
 
 from edge0_runtime.engine import Engine
+from edge0_runtime.server.markup import Markup
+from edge0_runtime.server.tools import Calling, calls_grammar
+from edge0_runtime.server.vocabulary import Vocabulary
 from tests.runtime.marked_up import ARGUMENTS, CALL, JSON_TOOLS, WEATHER, XML_TOOLS, scripted, with_template
 from tests.runtime.scripted_server import HELLO, MODEL, WAIT_S, answer, ask, client_of, error_of, events, live
 
@@ -148,9 +153,15 @@ def test_a_marker_is_found_however_it_is_cut_and_half_of_one_is_text():
 
 
 @pytest.fixture(scope="module", params=[JSON_TOOLS, XML_TOOLS], ids=["json_tools", "qwen3_coder"])
-def url(request, tiny_dir, tmp_path_factory):
+def engine(request, tiny_dir, tmp_path_factory):
     directory = with_template(tiny_dir, tmp_path_factory.mktemp("tools") / "model", request.param)
-    with Engine.load(directory) as engine, live(engine) as address:
+    with Engine.load(directory) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with live(engine) as address:
         yield address
 
 
@@ -165,10 +176,36 @@ def test_a_random_model_calls_as_it_must(url, choice):
         (call,) = whole.message.tool_calls
         arguments = json.loads(call.function.arguments)
         assert call.function.name == "weather" and set(arguments) == {"city", "days"}
-        assert isinstance(arguments["city"], str) and 1 <= arguments["days"] <= 9
+        assert len(arguments["city"]) <= 4 and 1 <= arguments["days"] <= 9
         chunks = list(client.chat.completions.create(**fields, stream=True))
         deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
         assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+
+
+def test_strict_leaves_text_free_and_holds_a_call_to_its_schema(url, engine):
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    with httpx.Client(base_url=url) as client:
+        assert ask(client, tools=[strict], max_tokens=20).json()["choices"][0]["message"]["content"]
+    markup, vocabulary = Markup(engine.tokenizer), Vocabulary(engine.tokenizer, engine.model.vocab_size, engine.eos_ids)
+    calling = Calling((WEATHER,), strict=frozenset({"weather"}))
+    grammar = calls_grammar(markup, vocabulary, calling, "tools")
+
+    def follows(text: str) -> tuple[bool, bool]:
+        """Whether the grammar allows a text, and whether an answer may end there."""
+        matcher = llguidance.LLMatcher(vocabulary.tokens, grammar)
+        ids = engine.tokenizer.encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids), matcher.is_accepting()
+
+    good = {
+        "json_tools": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>',
+        "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+    }[markup.format]
+    assert follows("any <tool text") == (True, True)
+    assert follows(f"I look. {good} and {good}") == (True, True)
+    assert follows(good[:-1])[1] is False
+    assert follows(good.replace("Ulm", "Ulmer"))[0] is False
+    assert follows(good.replace("2", "77"))[0] is follows(good.replace("weather", "whether"))[0] is False
 
 
 def test_where_no_grammar_is_known_calls_cannot_be_enforced(tiny_dir, tmp_path):
