@@ -67,7 +67,7 @@ def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1", settings:
     app.add_middleware(Requests, metrics=service.metrics)
     _add_error_handlers(app)
     app.include_router(page.router())
-    app.include_router(observe.router(engines))
+    app.include_router(observe.router(service.models))
 
     for protocol in PROTOCOLS:
         protocol.add_routes(app, service)

@@ -27,6 +27,7 @@ from edge0_runtime.server.errors import ApiError
 
 if TYPE_CHECKING:
     from edge0_runtime.engine import Engine
+    from edge0_runtime.server.served import Served
 
 EVENT_S = 0.25
 SILENT_EVENTS = 40  # without news, until a comment says that the connection lives
@@ -34,9 +35,10 @@ MAX_WATCHERS = 16
 STEPS_SHOWN = 64  # of the last ones, in an event
 
 
-def router(engines: Mapping[str, Engine]) -> APIRouter:
-    """The two endpoints, for loaded engines by name, which share base and memory."""
+def router(models: Mapping[str, Served]) -> APIRouter:
+    """The two endpoints, for models by name, which share base and memory."""
     routes = APIRouter()
+    engines = {name: served.engine for name, served in models.items()}
     first = next(iter(engines.values()))
 
     @cache
@@ -53,7 +55,7 @@ def router(engines: Mapping[str, Engine]) -> APIRouter:
             "experts": model.store.num_experts,
             "memory": _memory(first),
             "plan": None if model.plan is None else model.plan.to_dict(),
-            "models": [_serving(name, engine) | made_with[name] for name, engine in engines.items()],
+            "models": [_serving(served) | made_with[name] for name, served in models.items()],
         }
 
     @routes.get("/v1/engine/events")
@@ -115,12 +117,12 @@ def _event(name: str, engine: Engine, before: Seen, now: Seen) -> str:
     return f"data: {json.dumps(data, allow_nan=False)}\n\n"
 
 
-def _serving(name: str, engine: Engine) -> dict[str, Any]:
+def _serving(served: Served) -> dict[str, Any]:
     """How one model is served."""
-    model, tier = engine.model, engine.model.tier
+    engine, model, tier = served.engine, served.engine.model, served.engine.model.tier
     predicted = tier.consumers if model.heads is not None and model.arm.needs_heads else ()
     return {
-        "name": name,
+        "name": served.id,
         "state": engine.observation.state,
         "tier": tier.name,
         "base": tier.model,
@@ -131,7 +133,7 @@ def _serving(name: str, engine: Engine) -> dict[str, Any]:
         "lora": model.lora_modules > 0,
         "lora_modules": model.lora_modules,
         "context_length": engine.context_length,
-        "defaults": {field: getattr(engine.defaults, field) for field in ("temperature", "top_p", "top_k", "min_p")},
+        "defaults": {field: getattr(served.defaults, field) for field in ("temperature", "top_p", "top_k", "min_p")},
         "stats": engine.stats(),
     }
 
