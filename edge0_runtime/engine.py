@@ -29,6 +29,7 @@ from edge0_runtime.experts.reader import IO_THREADS
 from edge0_runtime.libraries import PreTrainedTokenizerBase
 from edge0_runtime.loading import load_model
 from edge0_runtime.model import Model
+from edge0_runtime.observation import Observation
 from edge0_runtime.plan import Keeping, budget_of
 from edge0_runtime.prefix.cuts import Prompt, cut
 from edge0_runtime.prefix.folder import folder_of
@@ -48,7 +49,7 @@ class Engine:
 
     Attributes:
         model_dir: where it was loaded from. model: network and experts. tokenizer: transformers'.
-        sequence: of the request that is running.
+        sequence: of the request that is running. observation: what its steps do, for whoever watches.
         eos_ids: end tokens. defaults: how the model wants to be sampled.
         context_length: most tokens of prompt and answer together.
         prefill_chunk: prompt tokens per forward pass. prefill_width: prompt tokens that go through the layers together, chunk by
@@ -71,6 +72,7 @@ class Engine:
         self.model = model
         self.sequence: Sequence | None = None
         self.prefixes = prefixes or Prefixes(model)
+        self.observation = Observation(tuple(sorted(model.store.tensors)), model.store.num_experts)
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.defaults = defaults
@@ -262,6 +264,7 @@ class Engine:
             if not self.model.never_waits:
                 self.model.recover()
             self._requests += 1
+            self.observation.begin()
             logits = request.prefill(
                 sequence, self.cut(prompt_ids), self.prefill_width, cancel, self.prefixes, progress
             )
@@ -276,6 +279,7 @@ class Engine:
                 sequence, logits, max_tokens, sample, stop_ids, cancel, ahead=ahead, trace=trace, top=top
             ):
                 self._generated_tokens += token.finish_reason != "cancelled"
+                self.observation.saw(self.model, sequence, token)
                 if token.index == max(0, reserved - len(prompt_ids)):
                     log.warning(
                         "context: longer than the %d tokens that memory is reserved for; load with --context", reserved
@@ -294,6 +298,7 @@ class Engine:
             self.sequence.close()
         self.sequence = None
         self.prefixes.save()
+        self.observation.end(self.model)
         mx.clear_cache()
 
     def stats(self) -> dict[str, Any]:

@@ -124,7 +124,9 @@ def load_models(
 
 
 def _identity(base: BaseIdentity, adapters: Adapters) -> Identity:
-    return Identity(base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
+    files = (adapters.prerouter, adapters.lora)
+    directory = next((adapter.path.parent for adapter in files if adapter is not None), None)
+    return Identity(base.fingerprint, *(None if adapter is None else adapter.sha256 for adapter in files), directory)
 
 
 def build_model(

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.nn as nn
 
@@ -30,11 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Fingerprint of the base; sha256 of the served adapter files, None for one that isn't served."""
+    """Fingerprint of the base; sha256 of the served adapter files, None for one that isn't served; where they lie."""
 
     fingerprint: str
     prerouter_sha256: str | None
     lora_sha256: str | None
+    adapters_dir: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("loading", "sequence"),
         ("prefix",),  # what requests share that begin alike
         ("request",),
+        ("observation",),
         ("engine",),
         ("catalog",),
         ("measure", "server"),

@@ -132,6 +132,13 @@ class ExpertMemory:
         """COUNTERS over all pools, and the experts held."""
         return {name: sum(getattr(pool, name) for pool in self.pools) for name in (*COUNTERS, "held")}
 
+    def take_reads(self, *, go_on: bool) -> list[tuple[int, int, int]]:
+        """(layer, first expert, how many) of the loads that arrived since this was last called; noted from now on if `go_on`."""
+        taken = [read for pool in self.pools for read in pool.reads or ()]
+        for pool in self.pools:
+            pool.reads = [] if go_on else None
+        return taken
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""

@@ -44,6 +44,7 @@ class SlotPool:
         hits, misses: experts that a layer computed with and that were there from earlier, or were read for it.
         late: misses that were not even asked for before the layer needed them.
         evictions: experts that went. blocked_seconds: time that the computing thread waited for bytes.
+        reads: (layer, first expert, how many) of every load that arrived, while somebody wants to know; else None.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SlotPool:
         self._early_wants: deque[tuple[int, np.ndarray, int]] = deque()
         self._outstanding: set[Load] = set()
         self._finished: queue.SimpleQueue[Load] = queue.SimpleQueue()
+        self.reads: list[tuple[int, int, int]] | None = None
         self.reset_counters()
 
     def reset_counters(self) -> None:
@@ -321,6 +323,8 @@ class SlotPool:
         if load.done:
             self.loads += len(load.slots)
             self.bytes_read += len(load.slots) * self.expert_nbytes
+            if self.reads is not None:
+                self.reads.append((load.layer, load.first, len(load.slots)))
             return
         # Nobody may find these; a layer that needs one asks again and gets the error then.
         self._empty(np.array(load.slots))

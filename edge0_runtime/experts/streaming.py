@@ -138,7 +138,7 @@ class StreamingSwitchGLU(nn.Module):
         indices_TK = np.array(indices).reshape(-1, indices.shape[-1])
         step.ran[self._layer] = indices_TK
         experts_N = np.unique(indices_TK)
-        guessed_K = step.guessed.pop(self._layer, None)
+        guessed_K = step.guessed.get(self._layer)
         if guessed_K is not None:
             self._memory.judge(self._layer, guessed_K, experts_N)
         return experts_N

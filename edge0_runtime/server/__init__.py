@@ -16,6 +16,7 @@ worker.py, generation.py the one thread that generates, and its bounded queue; o
 markup.py                thinking and tool calls in what a model writes
 vocabulary.py, grammar.py a tokenizer's bytes; what an answer must look like
 guard.py                 who may talk to the server: Host, Origin, API key, size and pace of the body
+observe.py, page/        what the engine does, as JSON and as events; the page at /
 
 Nothing is imported here. Text and sampling are the package's own (`text.py`, `sampling.py`): the command line uses them too.
 """

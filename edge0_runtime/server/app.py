@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from edge0_runtime.server import anthropic, openai_chat, openai_completions, openai_responses, tokens
+from edge0_runtime.server import anthropic, observe, openai_chat, openai_completions, openai_responses, page, tokens
 from edge0_runtime.server.errors import ApiError, validation_error
 from edge0_runtime.server.guard import Access, Guard
 from edge0_runtime.server.metrics import CONTENT_TYPE
@@ -66,6 +66,8 @@ def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1", settings:
         )
     app.add_middleware(Requests, metrics=service.metrics)
     _add_error_handlers(app)
+    app.include_router(page.router())
+    app.include_router(observe.router(service.models))
 
     for protocol in PROTOCOLS:
         protocol.add_routes(app, service)

@@ -32,7 +32,8 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_BODY_BYTES = 4 * 2**20
 MAX_KEY_FILE = 2**16
 BODY_S = 30.0  # that a body may pause
-OPEN_PATHS = ("/health",)  # for probes, which have no key
+OPEN_PATHS = ("/health", "/")  # for probes and for the page's first load, which have no key
+OPEN_FOLDER = "/page/"  # the page's files, the same for everybody; what it then asks for needs the key
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#]+)(:\d*)?", re.IGNORECASE)
 
 
@@ -147,7 +148,8 @@ class Guard:
         access, origin = self._access, headers.get("origin")
         if not access.serves(headers.get("host", "")):
             return ApiError(400, "Host: this server doesn't go by that name; start it with --allow-host NAME")
-        if access.keys and path not in OPEN_PATHS and not access.knows(_given_key(headers)):
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        if access.keys and not is_open and not access.knows(_given_key(headers)):
             return ApiError(
                 401,
                 "Authorization: missing or wrong; send `Authorization: Bearer <the API key>`, or `x-api-key`",

@@ -181,6 +181,30 @@ def budget() -> Callable[..., float]:
     return gib
 
 
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium's driver; a test that needs it is skipped where there is none."""
+    from tests.runtime import browser as chromium
+
+    if not (chromium.CHROMIUM and chromium.DRIVER):
+        pytest.skip(chromium.MISSING)
+    driver = chromium.start_browser()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A `browser.Page`, not opened yet; what it asked for and said is judged at the end."""
+    from tests.runtime.browser import Page
+
+    tab = Page(browser)
+    yield tab
+    tab.check()
+    if browser.current_url != "about:blank":
+        tab.leave()
+
+
 @pytest.fixture
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
