@@ -108,12 +108,6 @@ def api_keys(path: Path | None = None) -> tuple[bytes, ...]:
     return tuple(key.encode() for key in keys)
 
 
-def _given_key(headers: Headers) -> bytes:
-    """As OpenAI's clients send it, or as Anthropic's do."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
-
-
 def _origin_host(origin: str) -> str | None:
     try:
         return urlsplit(origin).hostname

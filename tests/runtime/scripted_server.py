@@ -87,12 +87,12 @@ class FakeEngine:
                     while not cancel.is_set() and not self.go.wait(0.01):
                         pass
                 if cancel.is_set():
-                    yield SimpleNamespace(index=index, token=-1, finish_reason="cancelled")
+                    yield SimpleNamespace(index=index, token=-1, finish_reason="cancelled", cached_tokens=0)
                     return
                 if index == self.fail_at:
                     raise self.problem
                 reason = "stop" if token == END else "length" if index + 1 == max_tokens else None
-                yield SimpleNamespace(index=index, token=token, finish_reason=reason)
+                yield SimpleNamespace(index=index, token=token, finish_reason=reason, cached_tokens=0)
                 if reason:
                     return
         finally:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge0_runtime import loading
+from edge0_runtime import serving
 from edge0_runtime.cli import main
 from edge0_runtime.contract.edge import run_command
 from edge0_runtime.contract.errors import Edge0Error
@@ -90,6 +90,6 @@ def test_an_error_quotes_a_foreign_name_escaped_and_cut(own_dir, capsys):
 
 def test_a_logged_warning_is_escaped(own_dir, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
-    monkeypatch.setattr(loading, "check_binding", lambda *_: [f"a file from {EVIL}"])
+    monkeypatch.setattr(serving, "check_binding", lambda *_: [f"a file from {EVIL}"])
     assert main(["generate", str(own_dir), "--prompt-ids", "5", "--max-tokens", "1"]) == 0
     assert "a file from \\x1b]0;owned" in capsys.readouterr().err

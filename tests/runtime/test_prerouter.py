@@ -203,15 +203,15 @@ def test_only_consumers_follow_the_heads(make_dir: Callable[..., Path], prompts:
         assert isinstance(arm, Prerouter) and (engine.model.tier.consumers, arm.guessed) == ((1, 2), (3,))
         chosen = []
         # Traced, since without a trace a step may be built before the one before is handed out.
-        for index, _ in enumerate(engine.generate(prompts[2], max_tokens=4, ignore_eos=True, trace=True)):
+        for index, _ in enumerate(engine.generate(prompts[2], max_tokens=5, ignore_eos=True, trace=True)):
             sequence = engine.sequence
             assert sequence is not None and sequence.last is not None and sequence.coming is not None
             chosen.append([layer in sequence.last.foreseen for layer in range(4)])
-            if index >= 2:
-                assert sequence.coming.ahead is not None
+            assert (sequence.coming.ahead is not None) == (1 <= index < 4)  # nor behind the last
+            if sequence.coming.ahead is not None:
                 logits = np.array(sequence.coming.ahead.logits_TE)
                 assert logits.shape == (3, 8) and np.isfinite(logits).all()
-    assert chosen == [[False] * 4, [False] * 4, *[[False, True, True, False]] * 2]
+    assert chosen == [[False] * 4, [False] * 4, *[[False, True, True, False]] * 3]
 
 
 def test_inspect_names_token_aware_heads_and_that_upstream_lacks_them(make_dir: Callable[..., Path]) -> None:
