@@ -107,13 +107,19 @@ def calls_grammar(markup: Markup, vocabulary: Vocabulary, calling: Calling, fiel
     rules: list[str] = []
     for number, tool in enumerate(calling.offered):
         function = tool["function"]
-        rules += write(number, function, start, end, field, function["name"] in calling.strict)
+        opening = start if calling.forced else ""
+        rules += write(number, function, opening, end, field, function["name"] in calling.strict)
     call = " | ".join(f"call_{number}" for number in range(len(calling.offered)))
     if calling.forced:
         first = 'start: call ("\\n" call)*' if calling.parallel else "start: call"
+        return "\n".join([first, f"call: {call}", *rules])
+    # The lexer takes the longest match, so text up to a marker is a lexeme that ends with it, unless that is a token of its own.
+    if start.startswith("<["):
+        rules += [f"lead: TEXT {start}", "TEXT: /(?s:.*)/"]
     else:
-        first = "start: TEXT (call TEXT)*" if calling.parallel else "start: TEXT (call)?"
+        rules.append(f"lead[suffix={start}]: /(?s:.*)/")
         rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){_escaped(markup.call_markers[0])}(?s:.*)/")
+    first = "start: (lead call)* TEXT" if calling.parallel else "start: TEXT | lead call"
     return "\n".join([first, f"call: {call}", *rules])
 
 
