@@ -146,10 +146,10 @@ def _keys(model: Model, prompt: Prompt) -> dict[int, bytes]:
 
 def _identity(model: Model) -> bytes:
     """Of what snapshots depend on beside the passes. The chat template is nothing of it: it has become tokens."""
-    files = model.identity
+    files = model.identity  # where they lie is nothing of it
     identity = {
         "format": FORMAT,
-        "files": [files.fingerprint, files.prerouter_sha256, files.lora_sha256],
+        "model": [files.fingerprint, files.prerouter_sha256, files.lora_sha256],
         "tier": model.tier.to_dict(),
         "arm": model.arm_name,
         "float32": model.fixed.float32,

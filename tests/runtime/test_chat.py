@@ -143,7 +143,7 @@ def test_stats_tell_of_the_last_answer(hold):
     assert [line.split()[0] for line in told[:6]] == ["answer", "prompt", "context", "reads", "waiting", "memory"]
     assert all(len(line) <= 60 for line in told) and "32 experts held" in told[5]
     assert re.search(r"prompt   \d+ tokens, 0 known; first token after", told[1])
-    _, err = hold("1+1", "/retry", "/stats")
+    _, err = hold("1+1+2+2+3+3+4+4+5+5+6+6", "/retry", "/stats")
     assert int(re.search(r"tokens, (\d+) known", err)[1]) > 0
 
 
