@@ -126,7 +126,8 @@ def load_models(
 def _identity(base: BaseIdentity, adapters: Adapters) -> Identity:
     files = (adapters.prerouter, adapters.lora)
     directory = next((adapter.path.parent for adapter in files if adapter is not None), None)
-    return Identity(base.fingerprint, *(None if adapter is None else adapter.sha256 for adapter in files), directory)
+    prerouter, lora = (None if adapter is None else adapter.sha256 for adapter in files)
+    return Identity(base.fingerprint, prerouter, lora, directory)
 
 
 def build_model(
