@@ -108,6 +108,7 @@ def load_models(
                 checkpoint, adapters[index], _identity(base, adapters[index]), store, arm=arms[index], keeping=keeping,
                 io_threads=io_threads, float32=float32 or needs_float32(), built=list(models.values()),
             )  # fmt: skip
+            models[index].adapters_dir = servings[index].adapters
         leader, *followers = models.values()
         undo.callback(leader.close)
         lead(leader, followers)
@@ -124,9 +125,7 @@ def load_models(
 
 
 def _identity(base: BaseIdentity, adapters: Adapters) -> Identity:
-    files = (adapters.prerouter, adapters.lora)
-    directory = next((adapter.path.parent for adapter in files if adapter is not None), None)
-    return Identity(base.fingerprint, *(None if adapter is None else adapter.sha256 for adapter in files), directory)
+    return Identity(base.fingerprint, *(None if a is None else a.sha256 for a in (adapters.prerouter, adapters.lora)))
 
 
 def build_model(

@@ -31,12 +31,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Fingerprint of the base; sha256 of the served adapter files, None for one that isn't served; where they lie."""
+    """Fingerprint of the base; sha256 of the served adapter files, None for one that isn't served."""
 
     fingerprint: str
     prerouter_sha256: str | None
     lora_sha256: str | None
-    adapters_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class Model:
     Attributes:
         network: mlx-lm's, gates and expert calls wrapped. layers: its layers. parts: what arms use.
             running: which step the wrappers serve. base: the network's own modules by path, inside what wraps them.
+        adapters_dir: where its adapter files were found; None: beside the base.
         shared: other models of the same base compute from the same memory (`sharing`).
         identity: of the files. context_length: tokens. keeping: what plans reserve memory for. lora_modules: how many modules
             carry a LoRA.
@@ -93,6 +93,7 @@ class Model:
         """Served by the arm of that name. Experts that stream are still to be given memory (`resize`)."""
         self.network, self.layers, self.base = network, Layers(network), base
         self.shared = False
+        self.adapters_dir: Path | None = None
         self.parts, self.running = parts, running
         self.store, self.identity = store, identity
         self.context_length, self.lora_modules = context_length, lora_modules

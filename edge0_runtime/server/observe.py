@@ -160,7 +160,7 @@ def _adapters(engine: Engine) -> dict[str, Any]:
     identity = engine.model.identity
     loaded = {"prerouter": identity.prerouter_sha256, "lora": identity.lora_sha256}
     try:
-        found = inspect(engine.model_dir, engine.model.tier.name, identity.adapters_dir)
+        found = inspect(engine.model_dir, engine.model.tier.name, engine.model.adapters_dir)
     except Edge0Error:  # damaged or gone since it was loaded; which file it is, the next start says
         return {"fingerprint": identity.fingerprint, "adapters": None, "belong_together": None}
     files = {kind: found[kind] for kind in KINDS}
