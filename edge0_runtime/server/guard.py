@@ -115,6 +115,12 @@ def _origin_host(origin: str) -> str | None:
         return None
 
 
+def _given_key(headers: Headers) -> bytes:
+    """As OpenAI's clients send it, or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
+
+
 class Guard:
     """ASGI middleware: Host, Origin, API key, size and pace of the body."""
 
