@@ -72,8 +72,9 @@ def test_the_page_opens_without_the_key_and_the_engine_only_with_it(
     monkeypatch.setenv(KEY_VARIABLE, "sesame")
     with TestClient(create_app({MODEL: engine}, "0.0.0.0"), base_url="http://example.org") as client:
         assert client.get("/").status_code == client.get("/page/app.js").status_code == 200
-        for path in ("/v1/engine", "/v1/engine/events", "/v1/models", "/pages", "//", "/page/../v1/engine"):
+        for path in ("/v1/engine", "/v1/engine/events", "/v1/models", "/pages", "//"):
             assert client.get(path).status_code == 401, path
+        assert client.get("/page/../v1/engine").status_code in (401, 404)  # as clients normalise it
         assert client.get("/v1/engine", headers={"Authorization": "Bearer sesame"}).status_code == 200
 
 
