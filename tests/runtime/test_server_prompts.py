@@ -46,11 +46,12 @@ def test_while_a_template_renders_others_are_answered():
 
 
 def test_a_template_without_end_is_stopped(tiny_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(rendering, "RENDER_S", 0.2)
     with Engine.load(with_template(tiny_dir, tmp_path / "model", ENDLESS)) as engine, client_of(engine) as client:
-        response = client.post(URL, json={"messages": [{"role": "user", "content": "slow"}], "max_tokens": 1})
-        assert response.status_code == 400
-        assert "longer than 0.2 s" in response.json()["error"]["message"]
+        with monkeypatch.context() as patch:
+            patch.setattr(rendering, "RENDER_S", 0.2)
+            response = client.post(URL, json={"messages": [{"role": "user", "content": "slow"}], "max_tokens": 1})
+            assert response.status_code == 400
+            assert "longer than 0.2 s" in response.json()["error"]["message"]
+            with pytest.raises(Edge0Error, match=r"longer than 0\.2 s"):
+                chat_ids(engine.tokenizer, [HELLO[0] | {"content": "slow"}])
         assert ask(client, max_tokens=1).status_code == 200
-        with pytest.raises(Edge0Error, match=r"longer than 0\.2 s"):
-            chat_ids(engine.tokenizer, [HELLO[0] | {"content": "slow"}])
