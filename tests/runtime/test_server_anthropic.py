@@ -74,7 +74,8 @@ def test_a_stream_adds_up_to_the_whole(client):
     with client.messages.stream(**FIELDS, **GREEDY) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    assert final.content == whole.content and final.stop_reason == whole.stop_reason
+    assert [block.text for block in final.content] == [block.text for block in whole.content]
+    assert final.stop_reason == whole.stop_reason
     assert (final.usage.input_tokens, final.usage.output_tokens) == (whole.usage.input_tokens, 12)
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and kinds.count("content_block_start") == 1
 
