@@ -134,7 +134,7 @@ CHOKING = {
     "brackets": "[" * 9000,
     "underscores": "_a" * 5000,
     "cells": "| a " * 300 + "\n" + "|-" * 300,
-    "ticks": "`" * 9999 + " a",
+    "ticks": "a " + "`" * 9999 + " a",
     "long": "a " * 150_000,
 }
 
