@@ -79,9 +79,15 @@ def sft_loss(
     total, said = weigh_predictability(path, chosen, heads.predictability, value, {})
     if not heads.change_penalty:
         return total, said
-    changes = routing_changes(path, chosen)
-    parts = {"loss_alone": float(value.detach()), "changes": float(changes.detach())}
-    return total + heads.change_penalty * changes, said | parts
+    return _weighed(total, said, heads.change_penalty, "changes", routing_changes(path, chosen))
+
+
+def _weighed(
+    loss: torch.Tensor, said: dict[str, float], weight: float, name: str, term: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(loss + weight * term, `said` with the loss before any term, and the term by its name)."""
+    parts = {"loss_alone": said.get("loss_alone", float(loss.detach())), name: float(term.detach())}
+    return loss + weight * term, said | parts
 
 
 # -- predictability ----------------------------------------------------------------------------------------------------
@@ -103,9 +109,7 @@ def weigh_predictability(
     """
     if not weight:
         return loss, said
-    divergence = routing_divergence(path, routing)
-    parts = {"loss_alone": float(loss.detach()), "routing_kl": float(divergence.detach())}
-    return loss + weight * divergence, said | parts
+    return _weighed(loss, said, weight, "routing_kl", routing_divergence(path, routing))
 
 
 def routing_divergence(path: StudentPath, routing: RoutingPass) -> torch.Tensor:
