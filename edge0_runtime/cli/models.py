@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edge0_runtime.arms import ARMS
-from edge0_runtime.cli.options import escape_libraries
+from edge0_runtime.cli.options import escape_libraries, shared_options
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.hub import adapters_of, directory_of
 
@@ -95,15 +95,4 @@ def load_catalog(args: argparse.Namespace, models: Sequence[Named]) -> Catalog:
         adapters = None if model.adapters is None else adapters_of(model.adapters)
         serving = Serving(model.prerouter, model.lora, model.arm, adapters, model.tier)
         entries[model.name] = Entry(directory_of(model.directory), serving)
-    return Catalog.load(
-        entries,
-        memory_budget=args.memory_budget,
-        context=args.context,
-        kv_bits=args.kv_bits,
-        prefix_cache=args.prefix_cache,
-        cache_dir=args.cache_dir,
-        cache_dir_limit=args.cache_dir_limit,
-        io_threads=args.io_threads,
-        allow_mismatch=args.allow_mismatch,
-        chat_template=args.chat_template,
-    )
+    return Catalog.load(entries, chat_template=args.chat_template, **shared_options(args))

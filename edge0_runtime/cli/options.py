@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.arms import ARMS
 from edge0_runtime.experts.reader import IO_THREADS
@@ -107,17 +107,17 @@ def load_engine(args: argparse.Namespace, *, float32: bool = False) -> Engine:
         prerouter=args.prerouter,
         lora=args.lora,
         arm=args.arm,
-        memory_budget=args.memory_budget,
-        context=args.context,
-        kv_bits=args.kv_bits,
-        prefix_cache=args.prefix_cache,
-        cache_dir=args.cache_dir,
-        cache_dir_limit=args.cache_dir_limit,
-        io_threads=args.io_threads,
-        allow_mismatch=args.allow_mismatch,
         tier_name=args.tier,
         float32=float32,
+        **shared_options(args),
     )
+
+
+def shared_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What one engine and several that share their memory are loaded with."""
+    memory = ("memory_budget", "context", "kv_bits", "prefix_cache", "cache_dir", "cache_dir_limit")
+    names = (*memory, "io_threads", "allow_mismatch")
+    return {name: getattr(args, name) for name in names}
 
 
 def escape_libraries() -> None:

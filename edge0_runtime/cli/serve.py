@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> None:
 
     configure_logs(args)
     models, settings = asked(args), settings_of(args)
-    Access.to(args.host, settings)  # what is wrong with it is said now
+    access = Access.to(args.host, settings)  # what is wrong with it is said now
     with bind(args.host, args.port) as address:
         with loading(address):
             catalog = load_catalog(args, models)
         with catalog:
             if args.json:
                 print(json.dumps({"url": address.url, "models": list(catalog), "pid": os.getpid()}), flush=True)
-            serve(catalog, address, settings)
+            serve(catalog, address, settings, access)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.cli.conversation import Conversation, Wrapping
 from edge0_runtime.cli.generation import Generation, RefusedTurnError, reply
-from edge0_runtime.cli.options import unicode_text
+from edge0_runtime.cli.options import shower, unicode_text
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.files import printable
 from edge0_runtime.units import figures, share, size
@@ -176,10 +176,8 @@ def _say(text: str) -> None:
 
 def _shower(quiet: bool) -> tuple[Callable[[str], None], Callable[[], None]]:
     """(prints text as it comes, ends it); nothing is printed if `quiet`. On a terminal lines break between words."""
-    if quiet:
-        return (lambda _: None), (lambda: None)
-    if not sys.stdout.isatty():
-        return (lambda text: print(text, end="", flush=True)), print
+    if quiet or not sys.stdout.isatty():
+        return shower(quiet), (lambda: None) if quiet else print
     wrapping = Wrapping(shutil.get_terminal_size().columns)
     return (lambda text: print(wrapping.add(text), end="", flush=True)), (lambda: print(wrapping.finish()))
 

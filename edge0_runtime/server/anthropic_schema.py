@@ -11,7 +11,7 @@ from edge0_runtime.server.conversation import Conversation, Effort, Names
 from edge0_runtime.server.exchange import GenerationRequest
 from edge0_runtime.server.schema import Characters, Content, Stop, Strict, only, sampling
 from edge0_runtime.server.served import Served
-from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, Calling, function_tool
+from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, call_turn, calling
 
 MAX_MESSAGES = 2048
 NAMES = Names(format="output_config.format", variables="thinking", effort="thinking")
@@ -86,11 +86,7 @@ class Message(Strict):
             calls = [block for block in self.content if isinstance(block, ToolUse)]
             thought = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
             if calls:
-                functions = [{"name": block.name, "arguments": block.input} for block in calls]
-                turn["tool_calls"] = [
-                    {"id": block.id, "type": "function", "function": one}
-                    for block, one in zip(calls, functions, strict=True)
-                ]
+                turn["tool_calls"] = [call_turn(block.id, block.name, block.input) for block in calls]
             yield turn | ({"reasoning_content": thought} if thought else {})
             return
         results = [block for block in self.content if isinstance(block, ToolResult)]
@@ -180,13 +176,12 @@ class CountRequest(Strict):
             effort = "none" if self.thinking.type == "disabled" else "medium"
         return Conversation(
             turns=turns,
-            calling=Calling(
-                tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools),
+            calling=calling(
+                [(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools],
                 choice=choice,
                 named=self.tool_choice.name,
                 parallel=not self.tool_choice.disable_parallel_tool_use,
-                strict=frozenset(tool.name for tool in self.tools if tool.strict),
-            ).checked("tool_choice"),
+            ),
             schema=None if output is None else output.schema_,
             effort=effort,
             continue_final=self.messages[-1].role == "assistant",

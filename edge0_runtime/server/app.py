@@ -34,16 +34,22 @@ if TYPE_CHECKING:
 PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic, tokens)
 
 
-def create_app(engines: Mapping[str, Engine], host: str = "127.0.0.1", settings: Settings | None = None) -> FastAPI:
+def create_app(
+    engines: Mapping[str, Engine],
+    host: str = "127.0.0.1",
+    settings: Settings | None = None,
+    access: Access | None = None,
+) -> FastAPI:
     """The app around loaded engines by the names that requests ask for; its worker starts and ends with the app's lifespan.
 
     A request that names none gets the first. `host` is the address that the app will be served on: it decides who may ask
-    (guard.py). Of the engines, only the tokenizer and numbers are used here; generating stays in the worker's one thread.
+    (guard.py), unless `access` is known already. Of the engines, only the tokenizer and numbers are used here; generating stays
+    in the worker's one thread.
 
     Raises Edge0Error where the settings can't be honoured, or other machines reach the address and there is no API key.
     """
     settings = settings or Settings()
-    access = Access.to(host, settings)
+    access = access or Access.to(host, settings)
     service = Service({name: Served(name, engine, settings) for name, engine in engines.items()}, Worker())
 
     @contextlib.asynccontextmanager

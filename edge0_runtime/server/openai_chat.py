@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Request, Response
 from pydantic import Field, field_validator, model_validator
 
-from edge0_runtime.server.answer import sse
 from edge0_runtime.server.conversation import Conversation, Effort, TemplateVariables
-from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import (
     Choice,
     ChoiceEnd,
@@ -23,11 +21,11 @@ from edge0_runtime.server.exchange import (
     TokenLogprob,
     ToolCall,
 )
-from edge0_runtime.server.openai import Head, named_token, progress, totals
+from edge0_runtime.server.openai import ChunkWriter, progress, told_tokens, totals
 from edge0_runtime.server.schema import Characters, Content, OpenAIRequest, Strict, only
 from edge0_runtime.server.served import Served
 from edge0_runtime.server.service import Service
-from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, Calling, arguments_object, call_turn, function_tool
+from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, Calling, arguments_object, call_turn, calling
 
 MAX_MESSAGES = 2048
 MAX_TOP_LOGPROBS = 20
@@ -86,7 +84,8 @@ class Message(Strict):
         }
         if self.tool_calls:
             turn["tool_calls"] = [
-                call_turn(one.id, one.function.name, one.function.arguments) for one in self.tool_calls
+                call_turn(one.id, one.function.name, arguments_object(one.function.arguments))
+                for one in self.tool_calls
             ]
         optional = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         return turn | {name: value for name, value in optional.items() if value is not None}
@@ -216,13 +215,12 @@ class ChatRequest(OpenAIRequest):
 
     def _calling(self) -> Calling:
         functions, choice = [tool.function for tool in self.tools], self.tool_choice
-        return Calling(
-            tuple(function_tool(one.name, one.description, one.parameters) for one in functions),
+        return calling(
+            [(one.name, one.description, one.parameters, one.strict) for one in functions],
             choice=choice if isinstance(choice, str) else "required",
             named=None if isinstance(choice, str) else choice.function.name,
             parallel=self.parallel_tool_calls,
-            strict=frozenset(one.name for one in functions if one.strict),
-        ).checked("tool_choice")
+        )
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -236,13 +234,12 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return await service.answer(request, served, wanted, writer, stream=body.stream)
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """OpenAI's chat completion, whole or in chunks: role, deltas, exactly one finish_reason a choice, usage where asked for."""
 
     def __init__(self, model: str, logprobs: bool, include_usage: bool) -> None:
-        self._head = Head("chatcmpl", model)
-        self.id = self._head.id
-        self._logprobs, self._include_usage = logprobs, include_usage
+        super().__init__("chatcmpl", model, "chat.completion.chunk", include_usage)
+        self._logprobs = logprobs
         self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[Choice], end: Finished) -> dict[str, Any]:
@@ -277,15 +274,9 @@ class ChatWriter:
             case ChoiceEnd(number, reason):
                 yield from self._delta(number, {}, reason=reason)
             case Finished():
-                if self._include_usage:
-                    yield sse(self._head.of("chat.completion.chunk") | {"choices": []} | totals(event))
-                yield "data: [DONE]\n\n"
+                yield from self._last(event)
             case _:
                 pass
-
-    def failed(self, problem: ApiError) -> str:
-        """OpenAI's error object."""
-        return sse(problem.openai())
 
     def _delta(
         self,
@@ -297,29 +288,16 @@ class ChatWriter:
     ) -> Iterator[str]:
         if number not in self._begun:
             self._begun.add(number)
-            yield self._chunk(number, {"role": "assistant", "content": ""}, None, None)
-        yield self._chunk(number, delta, self._told(tokens) if tokens else None, reason, extra)
-
-    def _chunk(
-        self,
-        number: int,
-        delta: dict[str, Any],
-        logprobs: Any,
-        reason: str | None,
-        extra: dict[str, Any] | None = None,
-    ) -> str:
-        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        usage = {"usage": None} if self._include_usage else {}
-        return sse(self._head.of("chat.completion.chunk") | {"choices": [choice]} | usage | (extra or {}))
+            yield self._chunk(_choice(number, {"role": "assistant", "content": ""}))
+        logprobs = self._told(tokens) if tokens else None
+        yield self._chunk(_choice(number, delta, logprobs, reason), extra)
 
     def _told(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        content = [
-            named_token(one.token, one.logprob) | {"top_logprobs": [named_token(*top) for top in one.top]}
-            for one in tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": told_tokens(tokens), "refusal": None} if self._logprobs else None
+
+
+def _choice(number: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _message(choice: Choice) -> dict[str, Any]:

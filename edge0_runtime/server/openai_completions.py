@@ -8,8 +8,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BeforeValidator, Field, model_validator
 
-from edge0_runtime.server.answer import sse
-from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import (
     Choice,
     ChoiceEnd,
@@ -21,7 +19,7 @@ from edge0_runtime.server.exchange import (
     TokenLogprob,
     TokenName,
 )
-from edge0_runtime.server.openai import Head, progress, totals
+from edge0_runtime.server.openai import ChunkWriter, progress, totals
 from edge0_runtime.server.schema import Characters, OpenAIRequest, only
 from edge0_runtime.server.served import Served
 from edge0_runtime.server.service import Service
@@ -94,13 +92,12 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return await service.answer(request, served, wanted, writer, stream=body.stream)
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """OpenAI's text completion. `before`: a choice's number -> the text that it begins with."""
 
     def __init__(self, model: str, before: Sequence[str], logprobs: bool, include_usage: bool) -> None:
-        self._head = Head("cmpl", model)
-        self.id = self._head.id
-        self._before, self._logprobs, self._include_usage = before, logprobs, include_usage
+        super().__init__("cmpl", model, "text_completion", include_usage)
+        self._before, self._logprobs = before, logprobs
         self._offsets = [len(text) for text in before]  # in characters, where a choice's next text begins
 
     def whole(self, choices: Sequence[Choice], end: Finished) -> dict[str, Any]:
@@ -125,19 +122,9 @@ class CompletionWriter:
             case ChoiceEnd(number, reason):
                 yield self._chunk(self._choice(number, "", (), reason))
             case Finished():
-                if self._include_usage:
-                    yield sse(self._head.of("text_completion") | {"choices": []} | totals(event))
-                yield "data: [DONE]\n\n"
+                yield from self._last(event)
             case _:
                 pass
-
-    def failed(self, problem: ApiError) -> str:
-        """OpenAI's error object."""
-        return sse(problem.openai())
-
-    def _chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> str:
-        usage = {"usage": None} if self._include_usage else {}
-        return sse(self._head.of("text_completion") | {"choices": [choice]} | usage | (extra or {}))
 
     def _choice(
         self, number: int, text: str, tokens: Sequence[TokenLogprob] = (), reason: str | None = None

@@ -13,7 +13,7 @@ from edge0_runtime.sampling import Sampling
 from edge0_runtime.server.answer import sse
 from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import Choice, ChoiceEnd, Event, Finished, Text, Thinking, TokenLogprob, ToolCall
-from edge0_runtime.server.openai import Head, named_token, timings
+from edge0_runtime.server.openai import Head, timings, told_tokens
 from edge0_runtime.server.openai_responses_schema import ResponsesRequest
 from edge0_runtime.server.service import Service
 
@@ -137,12 +137,7 @@ class ResponseWriter:
         return sse({"type": kind, "sequence_number": next(self._numbers)} | fields, kind)
 
     def _told(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        if not self._logprobs:
-            return []
-        return [
-            named_token(one.token, one.logprob) | {"top_logprobs": [named_token(*top) for top in one.top]}
-            for one in tokens
-        ]
+        return told_tokens(tokens) if self._logprobs else []
 
     def _response(self, status: str, output: list[Item], end: Finished | None) -> dict[str, Any]:
         """The response object, with what the request said."""

@@ -11,7 +11,7 @@ from edge0_runtime.server.conversation import Conversation, Effort, Names
 from edge0_runtime.server.exchange import GenerationRequest
 from edge0_runtime.server.schema import Characters, Content, StreamOptions, Strict, only, sampling
 from edge0_runtime.server.served import Served
-from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, Calling, arguments_object, call_turn, function_tool
+from edge0_runtime.server.tools import MAX_TOOLS, TOOL_NAME, arguments_object, call_turn, calling
 
 MAX_ITEMS = 2048
 MAX_TOP_LOGPROBS = 20
@@ -203,13 +203,12 @@ class ResponsesRequest(Strict):
         choice = self.tool_choice
         conversation = Conversation(
             turns=list(self._turns()),
-            calling=Calling(
-                tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in self.tools),
+            calling=calling(
+                [(tool.name, tool.description, tool.parameters, tool.strict) for tool in self.tools],
                 choice=choice if isinstance(choice, str) else "required",
                 named=None if isinstance(choice, str) else choice.name,
                 parallel=self.parallel_tool_calls,
-                strict=frozenset(tool.name for tool in self.tools if tool.strict),
-            ).checked("tool_choice"),
+            ),
             schema=self.text.format.schema_of_answer(),
             effort=self.reasoning.effort,
             names=NAMES,
@@ -245,7 +244,7 @@ class ResponsesRequest(Strict):
 def _assistants(item: MessageItem | CallItem | OutputItem | ReasoningItem) -> dict[str, Any] | None:
     """What an item adds to a turn of the assistant; None where it isn't the assistant's."""
     if isinstance(item, CallItem):
-        return {"tool_calls": [call_turn(item.call_id, item.name, item.arguments)]}
+        return {"tool_calls": [call_turn(item.call_id, item.name, arguments_object(item.arguments))]}
     if isinstance(item, ReasoningItem):
         return {"reasoning_content": "".join(part.text for part in item.content)}
     if isinstance(item, MessageItem) and item.role == "assistant":

@@ -27,6 +27,7 @@ from edge0_runtime.server.answer import RETRY_AFTER_S
 from edge0_runtime.server.app import create_app
 from edge0_runtime.server.connections import PatientProtocol
 from edge0_runtime.server.errors import ApiError
+from edge0_runtime.server.guard import Access
 from edge0_runtime.server.service import Service
 from edge0_runtime.server.settings import Settings
 
@@ -38,11 +39,11 @@ GRACE_S = 30.0  # how long the first signal lets running answers go on
 LAST_BYTES_S = 5  # then, how long their clients may take to read them
 
 
-def serve(engines: Mapping[str, Engine], address: Address, settings: Settings | None = None) -> None:
-    """Run the app until a signal ends it."""
+def serve(engines: Mapping[str, Engine], address: Address, settings: Settings, access: Access) -> None:
+    """Run the app until a signal ends it; `access` is `Access.to` the address with these settings."""
     # uvicorn raises the signal again once it has shut down; unhandled, that kills Python before its cleanup.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    app = create_app(engines, address.host, settings)
+    app = create_app(engines, address.host, settings, access)
     log.info("serving %s at %s/v1", ", ".join(engines), address.url)
     app.state.server = Server(app_config(app), app.state.service)
     app.state.server.run(sockets=address.sockets)

@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge0_runtime.contract.errors import Edge0Error
 from edge0_runtime.contract.prompts import text_ids
-from edge0_runtime.sampling import Defaults, Penalties
+from edge0_runtime.sampling import Penalties
 from edge0_runtime.server.errors import ApiError
 from edge0_runtime.server.exchange import Logprobs
 from edge0_runtime.server.markup import Markup, Splitter
@@ -36,7 +35,7 @@ class Served:
         """Raises Edge0Error where the model's generation_config.json can't be served."""
         self.id, self.engine, self.created = name, engine, int(time.time())
         self.settings = settings or Settings()
-        self.defaults = dataclasses.replace(Defaults.of_model(Path(engine.model_dir)), **self.settings.sampling)
+        self.defaults = dataclasses.replace(engine.defaults, **self.settings.sampling)
         self.markup = Markup(engine.tokenizer)
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ A tool is OpenAI's {"type": "function", "function": {name, description, paramete
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,26 @@ class Calling:
         return self
 
 
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A tool in the form that templates take."""
+def calling(
+    tools: Iterable[tuple[str, str | None, Mapping[str, Any] | None, bool]],
+    *,
+    choice: str,
+    named: str | None,
+    parallel: bool,
+) -> Calling:
+    """Of tools as (name, description, parameters, strict). Raises ApiError as `Calling.checked`, naming `tool_choice`."""
+    tools = list(tools)
+    return Calling(
+        tuple(_function_tool(name, description, parameters) for name, description, parameters, _ in tools),
+        choice=choice,
+        named=named,
+        parallel=parallel,
+        strict=frozenset(name for name, *_, strict in tools if strict),
+    ).checked("tool_choice")
+
+
+def _function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """In the form that templates take."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -87,9 +105,9 @@ def arguments_object(text: str) -> dict[str, Any]:
     return arguments
 
 
-def call_turn(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def call_turn(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A call that was made, in the form that templates take: with its arguments as an object."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def calls_grammar(markup: Markup, vocabulary: Vocabulary, calling: Calling, field: str) -> str:

@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 from fastapi.testclient import TestClient
 
+from edge0_runtime.sampling import Defaults
 from edge0_runtime.server.address import Address, bind
 from edge0_runtime.server.app import create_app
 from edge0_runtime.server.running import Server, app_config
@@ -69,6 +70,10 @@ class FakeEngine:
     paused: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+
+    @property
+    def defaults(self) -> Defaults:
+        return Defaults.of_model(self.model_dir)
 
     def generate(self, prompt_ids: list[int], *, max_tokens: int, cancel: threading.Event, **sampling: Any):
         self.calls.append(
